@@ -1,0 +1,488 @@
+"""Host-side observers: their base class, their logs, and who calls them."""
+
+import contextlib
+import functools
+import inspect
+
+import numpy as np
+
+from accumtrainer import errors
+from accumtrainer.keras_api import keras, ops
+
+RUN_HOOKS = (
+    "on_train_begin",
+    "on_train_end",
+    "on_test_begin",
+    "on_test_end",
+    "on_predict_begin",
+    "on_predict_end",
+)
+"""Hooks that take logs and nothing else."""
+
+BATCH_HOOKS = (
+    "on_train_batch_begin",
+    "on_train_batch_end",
+    "on_test_batch_begin",
+    "on_test_batch_end",
+    "on_predict_batch_begin",
+    "on_predict_batch_end",
+)
+"""Hooks that Keras calls with `logs` as a keyword."""
+
+WINDOW_HOOKS = ("on_micro_batch", "on_accumulate", "on_apply")
+"""Hooks whose names a Trainer shares, for tensors instead of numbers."""
+
+HOOKS = (
+    *RUN_HOOKS,
+    *BATCH_HOOKS,
+    *WINDOW_HOOKS,
+    "on_epoch_begin",
+    "on_epoch_end",
+    "on_validation_end",
+)
+"""The name of every hook of a callback."""
+
+# A read-only dictionary in C may look at the size of a `Logs` without asking
+# it: this entry keeps that size above zero until the numbers are fetched.
+_UNREAD = object()
+
+
+class Callback(keras.callbacks.Callback):
+    """Observe training, one micro-batch, window and update at a time.
+
+    A callback sees numbers on the host and returns nothing; what should
+    change the computation is a method of `Trainer`. Every hook of
+    `keras.callbacks.Callback` may be overridden too. There, a "batch" is one
+    update. In a fused window the hooks of its micro-batches are called, in
+    order, when the window returns.
+
+    Attributes:
+        model: the `keras.Model` in training.
+        params: dict with the run's `epochs` and `steps`.
+        trainer: the `Trainer`, or `None` before one has set it.
+
+    Example:
+        >>> class PrintUpdates(Callback):
+        ...     def on_apply(self, update, logs=None):
+        ...         print(update, logs["loss"])
+        >>> PrintUpdates().on_apply(7, {"loss": 0.5})
+        7 0.5
+    """
+
+    trainer = None
+
+    def set_trainer(self, trainer):
+        """Tell the callback which Trainer it watches."""
+        self.trainer = trainer
+
+    def on_micro_batch(self, index, logs=None):
+        """Look at one micro-batch, after its forward and backward pass.
+
+        Args:
+            index: position of the micro-batch in its window, from 0.
+            logs: `Logs` of this micro-batch.
+        """
+
+    def on_accumulate(self, index, logs=None):
+        """Look on when a micro-batch has been added to its window.
+
+        Args:
+            index: position of the micro-batch in its window, from 0.
+            logs: `Logs` of this micro-batch.
+        """
+
+    def on_apply(self, update, logs=None):
+        """Look at one window, applied or skipped.
+
+        Args:
+            update: number of updates made so far, over the Trainer's life.
+            logs: `Logs` of this window alone.
+        """
+
+    def on_validation_end(self, update, logs=None):
+        """Look at the result of one validation during training.
+
+        Args:
+            update: number of updates made so far, over the Trainer's life.
+            logs: `Logs` of the validation, names prefixed with `val_`.
+        """
+
+
+def _reading(name):
+    """Make a method that fetches the numbers, then does what `dict` does."""
+    method = getattr(dict, name)
+
+    @functools.wraps(method)
+    def read_first(self, *args):
+        self._read()
+        return method(self, *args)
+
+    return read_first
+
+
+class Logs(dict):
+    """Numbers by name, fetched from the device when somebody looks.
+
+    Writing does not count as looking. What was written stays written when
+    the other numbers arrive. Names known from the start, or written, are
+    answered without fetching. After the fetch this is an ordinary dict, which
+    belongs to whoever holds it.
+
+    Args:
+        fetch: function without arguments that returns a dict of scalars or
+            arrays by name. Called at most once. Scalar tensors become Python
+            numbers, others NumPy arrays. `None` if nothing has to be fetched.
+        extra: dict of numbers the host knows already.
+
+    Example:
+        >>> logs = Logs(lambda: {"loss": np.float32(0.5)}, {"updates": 3})
+        >>> logs["lr"] = 0.1
+        >>> dict(logs)
+        {'loss': 0.5, 'updates': 3, 'lr': 0.1}
+    """
+
+    __slots__ = ("_fetch",)
+
+    def __init__(self, fetch=None, extra=None):
+        super().__init__(extra or {})
+        self._fetch = fetch
+        if fetch is not None:
+            super().__setitem__(_UNREAD, None)
+
+    def _read(self):
+        if self._fetch is None:
+            return
+        fetched = self._fetch()
+        numbers = {name: to_number(value) for name, value in fetched.items()}
+        self._fetch = None
+        super().__delitem__(_UNREAD)
+        numbers.update(super().items())
+        super().clear()
+        super().update(numbers)
+
+    # CPython copies a dict without calling any method, except where a
+    # subclass has an `__iter__` of its own: `dict(logs)` and `{**logs}` are
+    # right because of it.
+    __iter__ = _reading("__iter__")
+    __reversed__ = _reading("__reversed__")
+    __len__ = _reading("__len__")
+    __repr__ = _reading("__repr__")
+    __delitem__ = _reading("__delitem__")
+    keys = _reading("keys")
+    values = _reading("values")
+    items = _reading("items")
+    pop = _reading("pop")
+    popitem = _reading("popitem")
+    setdefault = _reading("setdefault")
+
+    def __contains__(self, name):
+        return super().__contains__(name) or name in self.keys()
+
+    def __getitem__(self, name):
+        if not super().__contains__(name):
+            self._read()
+        return super().__getitem__(name)
+
+    def get(self, name, default=None):
+        return self[name] if name in self else default
+
+    def __eq__(self, other):
+        return dict(self) == (dict(other) if type(other) is Logs else other)
+
+    def __ne__(self, other):
+        return not self == other
+
+    def __or__(self, other):
+        return dict(self) | other
+
+    def __ror__(self, other):
+        return other | dict(self)
+
+    def copy(self):
+        return dict(self)
+
+    def clear(self):
+        self._fetch = None
+        super().clear()
+
+    def __reduce__(self):
+        return dict, (dict(self),)
+
+
+def to_number(value):
+    """Bring one logged value to the host.
+
+    Args:
+        value: tensor, array, or a value of the host.
+
+    Returns:
+        A Python number for a scalar tensor, a NumPy array for any other
+        tensor, everything else unchanged.
+
+    Example:
+        >>> to_number(np.float32(0.25)), to_number(np.int64(3))
+        (0.25, 3)
+    """
+    if not (ops.is_tensor(value) or isinstance(value, np.ndarray | np.generic)):
+        return value
+    if len(value.shape):
+        return np.asarray(value)
+    dtype = keras.backend.standardize_dtype(value.dtype)
+    if dtype == "bool":
+        return bool(value)
+    return int(value) if keras.backend.is_int_dtype(dtype) else float(value)
+
+
+class Dispatcher:
+    """Call each hook of the callbacks that override it, and only of those.
+
+    The order is the user's, then the history, then the progress bar, so that
+    the last two see what the others wrote into the logs.
+
+    Args:
+        callbacks: a `keras.callbacks.Callback`, a list of them in which lists
+            may be nested, or `None`.
+        model: the `keras.Model` in training.
+        trainer: what our own callbacks find as `self.trainer`.
+        params: dict that the callbacks find as `self.params`.
+        add_history: whether to add a `keras.callbacks.History` if there is
+            none among the callbacks.
+        progress_bar: callback to be called last, or `None`.
+
+    Attributes:
+        callbacks: tuple of callbacks, flat, in the order of calling.
+        history: the `keras.callbacks.History` among them, or `None`.
+        last_logs: what the closing hook of the innermost open block will
+            get; set it inside the block.
+
+    Raises:
+        TypeError: if something in `callbacks` is not a callback.
+        ValueError: if a callback's hook is written like a Trainer's.
+
+    Example:
+        >>> from keras.callbacks import LambdaCallback
+        >>> dispatcher = Dispatcher(
+        ...     LambdaCallback(on_epoch_end=lambda epoch, logs: print(logs)),
+        ...     model=keras.Sequential(),
+        ...     trainer=None,
+        ...     params={"epochs": 1, "steps": 2},
+        ... )
+        >>> dispatcher.listens("on_epoch_end"), dispatcher.listens("on_apply")
+        (True, False)
+        >>> with dispatcher.training():
+        ...     dispatcher.call("on_epoch_end", 0, {"loss": 0.5})
+        {'loss': 0.5}
+    """
+
+    def __init__(
+        self,
+        callbacks,
+        *,
+        model,
+        trainer,
+        params,
+        add_history=False,
+        progress_bar=None,
+    ):
+        given = flatten_callbacks(callbacks)
+        for callback in given:
+            check_callback(callback)
+        self.history = _find_history(given)
+        if self.history is None and add_history:
+            self.history = keras.callbacks.History()
+            given.append(self.history)
+        self.callbacks = (*given, *([progress_bar] if progress_bar else []))
+        self.last_logs = {}
+        self._introduce(model, trainer, params)
+        self._listeners = {
+            name: [c for c in self.callbacks if is_overridden(c, name)]
+            for name in HOOKS
+        }
+
+    def _introduce(self, model, trainer, params):
+        if self.history is not None:
+            model.history = self.history
+        for callback in self.callbacks:
+            callback.set_model(model)
+            callback.set_params(params)
+            if isinstance(callback, Callback):
+                callback.set_trainer(trainer)
+
+    def listens(self, name):
+        """Say whether any callback overrides the hook called `name`."""
+        return bool(self._listeners[name])
+
+    def call(self, name, *args):
+        """Call one hook of every callback that overrides it.
+
+        Args:
+            name: one of `HOOKS`.
+            *args: what the hook takes. Logs, the last, may be left out; all
+                callbacks of one call get the same object.
+        """
+        listeners = self._listeners[name]
+        if listeners:
+            arguments, keywords = _hook_arguments(name, args)
+            for callback in listeners:
+                getattr(callback, name)(*arguments, **keywords)
+
+    def training(self):
+        """Open the callbacks for training, and close them on leaving.
+
+        After an error, Ctrl-C included, only our own callbacks and the
+        history are closed. Keras closes nothing then, and its callbacks rely
+        on that: `BackupAndRestore` deletes the backup when it is closed.
+
+        Returns:
+            Context manager.
+        """
+        return self._block("on_train_begin", "on_train_end")
+
+    def testing(self):
+        """Open the callbacks for an evaluation; see `training`."""
+        return self._block("on_test_begin", "on_test_end")
+
+    def predicting(self):
+        """Open the callbacks for a prediction; see `training`."""
+        return self._block("on_predict_begin", "on_predict_end")
+
+    @contextlib.contextmanager
+    def _block(self, begin, end):
+        outer_logs, self.last_logs = self.last_logs, {}
+        opened = []
+        try:
+            for callback in self.callbacks:
+                getattr(callback, begin)({})
+                opened.append(callback)
+            yield self
+        except BaseException as error:
+            ours = (Callback, keras.callbacks.History)
+            closing = [c for c in opened if isinstance(c, ours)]
+            _add_notes(error, self._close(end, closing))
+            raise
+        else:
+            failures = self._close(end, opened)
+            if failures:
+                _add_notes(failures[0], failures[1:])
+                raise failures[0]
+        finally:
+            self.last_logs = outer_logs
+
+    def _close(self, end, callbacks):
+        failures = []
+        for callback in callbacks:
+            try:
+                getattr(callback, end)(self.last_logs)
+            except Exception as failure:
+                failure.add_note(f"Raised by {type(callback).__name__}.{end}.")
+                failures.append(failure)
+        return failures
+
+
+def flatten_callbacks(callbacks):
+    """List the callbacks in nested lists, in their order, without `None`.
+
+    Example:
+        >>> flatten_callbacks(None), flatten_callbacks(["a", ["b", None]])
+        ([], ['a', 'b'])
+    """
+    if callbacks is None:
+        return []
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = callbacks.callbacks
+    if isinstance(callbacks, list | tuple):
+        return [c for item in callbacks for c in flatten_callbacks(item)]
+    return [callbacks]
+
+
+def check_callback(callback):
+    """Refuse what is not a callback, or is a Trainer's method in disguise.
+
+    Raises:
+        TypeError: if it is not a `keras.callbacks.Callback`.
+        ValueError: if one of its hooks takes what a Trainer's hook takes.
+    """
+    if isinstance(callback, type):
+        raise TypeError(
+            "callbacks must hold callbacks, not classes. Received: the class "
+            f"{callback.__name__}. Call it: {callback.__name__}(...)."
+        )
+    if not isinstance(callback, keras.callbacks.Callback):
+        raise TypeError(
+            "callbacks must hold keras.callbacks.Callback objects. Received: "
+            f"{callback!r} of type {type(callback).__name__}. Derive its class "
+            "from accumtrainer.Callback, or wrap a function in "
+            "keras.callbacks.LambdaCallback."
+        )
+    for hook in WINDOW_HOOKS:
+        parameters = _hook_parameters(callback, hook)
+        if {"gradients", "info"} & set(parameters):
+            raise ValueError(
+                errors.CALLBACK_WITH_TRAINER_HOOK.format(
+                    callback=type(callback).__name__,
+                    hook=hook,
+                    parameters=", ".join(parameters),
+                    position="update" if hook == "on_apply" else "index",
+                )
+            )
+
+
+def is_overridden(callback, name):
+    """Say whether a callback does anything at the hook called `name`.
+
+    Hooks set on the object count, as do Keras's older names `on_batch_begin`
+    and `on_batch_end`, which the hooks of training batches call.
+
+    Example:
+        >>> nan_guard = keras.callbacks.TerminateOnNaN()
+        >>> is_overridden(nan_guard, "on_train_batch_end")
+        True
+        >>> is_overridden(nan_guard, "on_epoch_end")
+        False
+    """
+    function = _unbound(getattr(callback, name, None))
+    unfilled = (
+        None,
+        vars(keras.callbacks.Callback).get(name),
+        vars(Callback).get(name),
+    )
+    if not any(function is default for default in unfilled):
+        return True
+    return name.startswith("on_train_batch_") and is_overridden(
+        callback, name.replace("_train_batch_", "_batch_")
+    )
+
+
+def _unbound(method):
+    return getattr(method, "__func__", method)
+
+
+def _hook_parameters(callback, name):
+    if not is_overridden(callback, name):
+        return ()
+    try:
+        return tuple(inspect.signature(getattr(callback, name)).parameters)
+    except ValueError:  # Some functions written in C have no signature.
+        return ()
+
+
+def _hook_arguments(name, args):
+    """Split a hook's arguments as Keras does, with logs always a dict."""
+    position_count = 0 if name in RUN_HOOKS else 1
+    position = args[:position_count]
+    logs = args[position_count] if len(args) > position_count else None
+    logs = {} if logs is None else logs
+    if name in BATCH_HOOKS:
+        return position, {"logs": logs}
+    return (*position, logs), {}
+
+
+def _find_history(callbacks):
+    # Keras takes the last one where there are several.
+    histories = [c for c in callbacks if isinstance(c, keras.callbacks.History)]
+    return histories[-1] if histories else None
+
+
+def _add_notes(error, failures):
+    for failure in failures:
+        error.add_note(f"While closing callbacks: {failure!r}")
