@@ -1,0 +1,142 @@
+"""How the micro-batches of a window combine into one gradient.
+
+With `Lᵢ` the mean loss of micro-batch i over its denominator `wᵢ`, the window
+as one big batch has the loss `Σᵢ wᵢ Lᵢ / Σᵢ wᵢ`, and so the gradient
+
+    G = Σᵢ wᵢ ∇Lᵢ / Σᵢ wᵢ
+
+Two arrangements of that sum are used. *One denominator*: differentiate `Lᵢ`,
+weigh the gradient by `wᵢ` in float32, divide once at the end by `Σᵢ wᵢ`.
+*Several denominators* (outputs averaged over different things): differentiate
+`Σₒ k wₒᵢ/Σᵢ wₒᵢ Lₒᵢ`, add the gradients up, divide once at the end by k. The
+factors in front of the losses are of order one, so that float16 does not
+underflow; they need `Σᵢ wₒᵢ` before the first gradient.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from accumtrainer.keras_api import ops
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weighing:
+    """Which arrangement of the sum a window uses.
+
+    Args:
+        rule: `"denominator"` weighs gradients by the one denominator;
+            `"balance"` weighs losses by their share; `"mean"` and `"sum"` are
+            the plain ones, which ignore denominators.
+        needs_totals: whether the window's denominators must be known before
+            its first gradient.
+    """
+
+    rule: Literal["denominator", "balance", "mean", "sum"]
+    needs_totals: bool = False
+
+
+def choose_weighing(losses, *, combine, is_even):
+    """Choose how a window is weighed.
+
+    Args:
+        losses: list of `WeightedLoss`, one micro-batch's.
+        combine: `"exact"`, `"mean"` or `"sum"`.
+        is_even: whether all micro-batches of the window have equal shapes.
+
+    Returns:
+        `Weighing`.
+
+    Example:
+        >>> from accumtrainer.losses import WeightedLoss
+        >>> choose_weighing(
+        ...     [WeightedLoss(0.5, 8.0)], combine="exact", is_even=False
+        ... ).rule
+        'denominator'
+    """
+    if combine != "exact":
+        return Weighing(rule=combine)
+    means = [loss for loss in losses if not loss.is_sum]
+    if len(means) == 1 and len(losses) == 1:
+        return Weighing(rule="denominator")
+    all_alike = is_even and all(loss.is_uniform for loss in means)
+    return Weighing(
+        rule="balance", needs_totals=bool(means) and not all_alike
+    )
+
+
+def loss_factors(losses, weighing, *, micro_batches, totals):
+    """Factors in front of each loss before it is differentiated.
+
+    Args:
+        losses: list of `WeightedLoss`, one micro-batch's.
+        weighing: `Weighing`.
+        micro_batches: scalar tensor, float32, k.
+        totals: tensor `(len(losses),)`, float32, the window's denominators;
+            read only if `weighing.needs_totals`.
+
+    Returns:
+        List of scalars (tensors or Python floats), one per loss.
+    """
+    if weighing.rule != "balance":
+        return [1.0] * len(losses)
+    return [
+        _balance(loss, weighing, micro_batches, totals, i)
+        for i, loss in enumerate(losses)
+    ]
+
+
+def _balance(loss, weighing, micro_batches, totals, position):
+    if loss.is_sum:
+        return micro_batches
+    if not weighing.needs_totals:
+        return 1.0
+    share = ops.divide_no_nan(
+        ops.cast(loss.denominator, "float32"), totals[position]
+    )
+    return micro_batches * share
+
+
+def gradient_weight(losses, weighing):
+    """The weight of one micro-batch's gradient in the window's sum.
+
+    Args:
+        losses: list of `WeightedLoss`.
+        weighing: `Weighing`.
+
+    Returns:
+        Scalar tensor, float32.
+    """
+    if weighing.rule == "denominator":
+        return ops.cast(losses[0].denominator, "float32")
+    return ops.ones((), dtype="float32")
+
+
+def gradient_divisor(weighing, *, total_weight, micro_batches):
+    """What the window's weighted sum of gradients is divided by.
+
+    Args:
+        weighing: `Weighing`.
+        total_weight: scalar tensor, float32, the sum of gradient weights.
+        micro_batches: scalar tensor, float32, k.
+
+    Returns:
+        Scalar tensor, float32.
+    """
+    if weighing.rule == "denominator":
+        return total_weight
+    if weighing.rule == "sum":
+        return ops.ones((), dtype="float32")
+    return micro_batches
+
+
+def window_means(numerators, denominators):
+    """Divide a window's weighted sums of losses by their weights.
+
+    Args:
+        numerators: tensor `(n,)`, float32.
+        denominators: tensor `(n,)`, float32.
+
+    Returns:
+        Tensor `(n,)`, float32, zero where the weight is zero.
+    """
+    return ops.divide_no_nan(numerators, denominators)

@@ -1,0 +1,390 @@
+"""What hooks receive, and how loader batches become windows of micro-batches.
+
+Pure NumPy: the compiled steps turn the arrays into their own tensors.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from accumtrainer import errors
+from accumtrainer.keras_api import keras, tree
+
+
+class Batch(NamedTuple):
+    """One batch of training data; each field an array or a nest of arrays.
+
+    Args:
+        x: inputs; every leaf has one row per sample.
+        y: targets, or `None`.
+        sample_weight: weight of every sample (or of every element of `y`),
+            or `None`.
+    """
+
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The micro-batches that feed one optimizer update.
+
+    Exactly one of `stacked` and `parts` is there.
+
+    Args:
+        stacked: `Batch` with leaves of shape `[k, m, ...]`, when all k
+            micro-batches have the same shapes.
+        parts: tuple of k `Batch`es otherwise, leaves of shape `[m_i, ...]`.
+        sizes: samples in each of the k micro-batches.
+    """
+
+    stacked: Batch | None
+    parts: tuple[Batch, ...] | None
+    sizes: tuple[int, ...]
+
+    @property
+    def micro_batches(self):
+        """Number of micro-batches, k."""
+        return len(self.sizes)
+
+    @property
+    def samples(self):
+        """Number of samples in all micro-batches together."""
+        return sum(self.sizes)
+
+    @property
+    def is_even(self):
+        """Whether all micro-batches have the same shapes."""
+        return self.stacked is not None
+
+    def split(self):
+        """Return the micro-batches one by one, without copying.
+
+        Stands for: `[[leaf[i] for leaf in stacked] for i in range(k)]`
+
+        Returns:
+            Tuple of k `Batch`es.
+        """
+        if self.parts is not None:
+            return self.parts
+        return tuple(
+            map_leaves(lambda leaf, i=i: leaf[i], self.stacked)
+            for i in range(self.micro_batches)
+        )
+
+
+def map_leaves(function, *nests):
+    """Apply a function to every leaf of a nest; `None` stays `None`."""
+    return tree.map_structure(function, *nests, none_is_leaf=False)
+
+
+def leaves(nest):
+    """List the leaves of a nest that are not `None`."""
+    return [leaf for leaf in tree.flatten(nest) if leaf is not None]
+
+
+def as_arrays(nest, name):
+    """Turn every leaf of a nest into a NumPy array, without copying if it can.
+
+    Floats are cast to `keras.config.floatx()` as `keras.Model.fit` does; other
+    dtypes stay. A pandas Series of shape `[n]` becomes `[n, 1]`, as in Keras.
+
+    Args:
+        nest: arrays, tensors of any backend, pandas objects, or nests of them.
+        name: what the user calls the nest, for the message.
+
+    Returns:
+        The same nest of arrays of rank 1 or more; `None` stays `None`.
+
+    Raises:
+        TypeError: a leaf is no dense array with one row per sample.
+    """
+    return map_leaves(lambda leaf: _as_array(leaf, name), nest)
+
+
+def _as_array(leaf, name):
+    array = np.asarray(leaf)
+    if array.ndim == 0 or (array.dtype == object and not _is_text(array)):
+        raise TypeError(
+            errors.NOT_AN_ARRAY.format(name=name, received=_describe(leaf))
+        )
+    if type(leaf).__module__.startswith("pandas") and array.ndim == 1:
+        array = array[:, None]
+    if keras.backend.is_float_dtype(str(array.dtype)):
+        return array.astype(keras.config.floatx(), copy=False)
+    return array
+
+
+def _is_text(array):
+    return all(isinstance(value, (str, bytes)) for value in array.flat)
+
+
+def _describe(leaf):
+    """Name a leaf by type, shape and dtype, as far as it has them."""
+    kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
+    if isinstance(leaf, np.ndarray):
+        return f"{kind} of shape {leaf.shape} and dtype {leaf.dtype}"
+    return kind.removeprefix("builtins.")
+
+
+def unpack(item):
+    """Read what a loader yields as a `Batch`.
+
+    Args:
+        item: a `Batch`, `(x,)`, `(x, y)` or `(x, y, sample_weight)` as a tuple
+            or a list, or x alone as an array or a dict.
+
+    Returns:
+        `Batch` of NumPy arrays, floats cast to `keras.config.floatx()`.
+
+    Raises:
+        TypeError: a leaf is no dense array.
+        ValueError: a tuple or list has no or more than three parts.
+
+    Example:
+        >>> unpack((np.zeros([4, 2]), np.zeros([4]))).y.shape
+        (4,)
+    """
+    parts = tuple(item) if isinstance(item, (tuple, list)) else (item,)
+    if not 1 <= len(parts) <= 3:
+        raise ValueError(
+            "A loader batch must be x, (x,), (x, y) or (x, y, sample_weight). "
+            f"Received: {type(item).__name__} of {len(parts)} parts. Put "
+            "several inputs into one tuple or dict: ((x1, x2), y)."
+        )
+    named = zip(Batch._fields, parts, strict=False)
+    return Batch(*(as_arrays(part, name) for name, part in named))
+
+
+def count_samples(batch):
+    """Return the number of samples that all leaves of a batch agree on.
+
+    Args:
+        batch: `Batch` of arrays.
+
+    Returns:
+        Length of the first axis.
+
+    Raises:
+        ValueError: there is no array, no sample, or the lengths differ.
+
+    Example:
+        >>> count_samples(Batch(np.zeros([4, 2]), np.zeros([4])))
+        4
+    """
+    lengths = {
+        name: [len(leaf) for leaf in leaves(part)]
+        for name, part in zip(Batch._fields, batch, strict=True)
+    }
+    distinct = {length for some in lengths.values() for length in some}
+    if len(distinct) == 1 and distinct != {0}:
+        return distinct.pop()
+    received = ", ".join(
+        f"{name}: {' and '.join(map(str, some))}"
+        for name, some in lengths.items()
+        if some
+    )
+    raise ValueError(
+        "x, y and sample_weight must hold the same number of samples, at "
+        f"least 1, in every array. Received: {received or 'no array'} "
+        "samples. Check how the arrays were sliced or joined."
+    )
+
+
+def weigh_classes(batch, class_weight):
+    """Turn class weights into the sample weights of a batch.
+
+    Args:
+        batch: `Batch` without sample weights, whose y is one array of class
+            numbers `[n]` or `[n, 1]`, or of one-hot rows `[n, classes]`.
+        class_weight: dict `{class: weight}`; classes left out weigh 1.
+
+    Returns:
+        `Batch` with `sample_weight` of shape `[n]`, `keras.config.floatx()`.
+
+    Raises:
+        TypeError: `class_weight` is no dict.
+        ValueError: the batch has sample weights, or y is not one array of
+            class labels.
+
+    Example:
+        >>> weigh_classes(Batch(np.zeros([2]), np.array([0, 1])), {1: 3.0})[2]
+        array([1., 3.], dtype=float32)
+    """
+    _check_class_weight(batch, class_weight)
+    labels, positions = np.unique(_class_labels(batch.y), return_inverse=True)
+    weights = np.asarray(
+        [class_weight.get(int(label), 1.0) for label in labels],
+        dtype=keras.config.floatx(),
+    )
+    return batch._replace(sample_weight=weights[positions])
+
+
+def _check_class_weight(batch, class_weight):
+    if not isinstance(class_weight, Mapping):
+        raise TypeError(
+            "class_weight must be a dict {class: weight}. Received: "
+            f"class_weight={class_weight!r}. Use sample_weight for one weight "
+            "per sample."
+        )
+    if batch.sample_weight is not None:
+        raise ValueError(
+            "class_weight must not be combined with sample_weight. Received: "
+            "both. Multiply the class weights into sample_weight."
+        )
+    if batch.y is None or tree.is_nested(batch.y):
+        kind = "no y" if batch.y is None else type(batch.y).__name__
+        raise ValueError(
+            "class_weight must come with one array of class labels as y. "
+            f"Received: {kind}. Give sample_weight, with one array per output."
+        )
+
+
+def _class_labels(y):
+    """Return the class numbers `[n]`, int32, of numbers or one-hot rows."""
+    is_label = y.ndim == 1 or (y.ndim == 2 and y.shape[1] == 1)
+    is_one_hot = y.ndim == 2 and y.shape[1] > 1
+    if is_one_hot and not np.issubdtype(y.dtype, np.floating):
+        is_one_hot = y.max() <= 1
+    if is_one_hot:
+        return np.argmax(y, axis=-1)
+    if is_label and y.dtype.kind in "buif":
+        return np.round(y.reshape(-1)).astype("int32")
+    raise ValueError(
+        "class_weight must come with y of class numbers, [n] or [n, 1], or of "
+        f"one-hot rows, [n, classes]. Received: y of shape {y.shape} and dtype "
+        f"{y.dtype}. Give sample_weight in the shape of y instead."
+    )
+
+
+def slice_sizes(samples, micro_batch_size):
+    """List the sizes of the micro-batches a loader batch is sliced into.
+
+    Example:
+        >>> slice_sizes(10, 4)
+        (4, 4, 2)
+    """
+    full, rest = divmod(samples, micro_batch_size)
+    return (micro_batch_size,) * full + ((rest,) if rest else ())
+
+
+def window_of_rows(batch, sizes):
+    """Make a window of a batch whose rows are already in window order.
+
+    Stands for: `np.split(leaf, np.cumsum(sizes)[:-1])` for every leaf.
+
+    Args:
+        batch: `Batch` with `sum(sizes)` rows in every leaf.
+        sizes: samples in each micro-batch, tuple.
+
+    Returns:
+        `Window` of views of the batch, stacked when all sizes are equal.
+    """
+    if len(set(sizes)) == 1:
+        shape = (len(sizes), sizes[0])
+        stacked = map_leaves(
+            lambda leaf: leaf.reshape(shape + leaf.shape[1:]), batch
+        )
+        return Window(stacked, None, sizes)
+    stops = np.cumsum(sizes).tolist()
+    parts = tuple(
+        map_leaves(
+            lambda leaf, rows=slice(stop - size, stop): leaf[rows], batch
+        )
+        for stop, size in zip(stops, sizes, strict=True)
+    )
+    return Window(None, parts, sizes)
+
+
+def window_of_batches(batches, micro_batch_size):
+    """Make a window of whole batches, or of the slices of a single one.
+
+    Args:
+        batches: sequence of `Batch`es of NumPy arrays, one micro-batch each;
+            exactly one with `micro_batch_size`.
+        micro_batch_size: samples per slice, or `None`.
+
+    Returns:
+        `Window`, stacked when all micro-batches have the same shapes.
+    """
+    sizes = tuple(count_samples(batch) for batch in batches)
+    if micro_batch_size is not None:
+        (batch,) = batches
+        return window_of_rows(batch, slice_sizes(sizes[0], micro_batch_size))
+    if len(batches) == 1:
+        return window_of_rows(batches[0], sizes)
+    if len({_signature(batch) for batch in batches}) > 1:
+        return Window(None, tuple(batches), sizes)
+    stacked = map_leaves(lambda *rows: np.stack(rows), *batches)
+    return Window(stacked, None, sizes)
+
+
+def _signature(batch):
+    """Return what must be equal for batches to be stacked."""
+    return tuple((leaf.shape, leaf.dtype.str) for leaf in leaves(batch))
+
+
+def windows(source, *, epoch, steps_at, micro_batch_size, tail, carried):
+    """Yield the windows of one epoch.
+
+    Stands for:
+        ```
+        for item in carried + list(source.iterate(epoch)):
+            window.append(item)
+            if len(window) == steps_at_its_start:
+                yield window
+                window = []
+        ```
+
+    Args:
+        source: a `Source`.
+        epoch: index of the epoch, from zero.
+        steps_at: function without arguments that returns the loader batches
+            of the window about to begin; asked once per window, when its
+            first batch has arrived. Not asked with `micro_batch_size`.
+        micro_batch_size: samples per micro-batch when every loader batch is
+            one window, else `None`.
+        tail: `"flush"`, `"drop"` or `"carry"`, for what is left at the end.
+        carried: list of loader items, changed in place. It holds the items of
+            the window being filled, so with `"carry"` the left-over ones when
+            the epoch ends. Hand the same list to the next epoch; after the
+            last, `source.window(carried, None)` is the final window.
+
+    Yields:
+        `Window`s.
+
+    Raises:
+        DataError: the source yields nothing, or `tail="drop"` drops it all.
+    """
+    if micro_batch_size is not None:
+        for item in source.iterate(epoch):
+            yield source.window([item], micro_batch_size)
+        return
+    items = chain(tuple(carried), source.iterate(epoch))
+    carried.clear()
+    made, steps = 0, 0
+    for item in items:
+        if not carried:
+            steps = steps_at()
+        carried.append(item)
+        if len(carried) >= steps:
+            window = source.window(carried, None)
+            carried.clear()
+            made += 1
+            yield window
+    if tail == "drop" and not made:
+        raise errors.DataError(
+            errors.EVERYTHING_DROPPED.format(
+                epoch=epoch, batches=len(carried), steps=steps
+            )
+        )
+    if carried and tail == "flush":
+        window = source.window(carried, None)
+        carried.clear()
+        yield window
+    elif tail == "drop":
+        carried.clear()

@@ -1,0 +1,430 @@
+"""Frozen option values: what an update is, how losses scale, how often."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Literal
+
+TAILS = ("flush", "carry", "drop")
+COMBINES = ("exact", "mean", "sum")
+UNITS = ("updates", "epochs", "micro_batches", "samples", "seconds")
+
+
+def require_count(name, value, remedy, minimum=1):
+    """Check that an argument is a whole number of at least a minimum.
+
+    Args:
+        name: the argument as the user wrote it.
+        value: what the user gave.
+        remedy: sentence that says what to do instead.
+        minimum: smallest value allowed.
+
+    Returns:
+        The value as an `int`.
+
+    Raises:
+        TypeError: the value is a boolean, a fraction, or no number.
+        ValueError: the value is smaller than the minimum.
+
+    Example:
+        >>> require_count("epochs", 3, "Give a number.")
+        3
+    """
+    message = (
+        f"{name} must be a whole number of at least {minimum}. "
+        f"Received: {name}={value!r}. {remedy}"
+    )
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(message)
+    if value < minimum:
+        raise ValueError(message)
+    return int(value)
+
+
+def require_choice(name, value, choices, remedy):
+    """Check that an argument is one of a few words.
+
+    Raises:
+        ValueError: the value is none of them; the message lists them.
+    """
+    if value not in choices:
+        listed = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(
+            f"{name} must be one of {listed}. "
+            f"Received: {name}={value!r}. {remedy}"
+        )
+
+
+def require_number(name, value, rule, remedy, is_allowed):
+    """Check that an argument is a finite number that keeps a rule.
+
+    Returns:
+        The value as a `float`.
+
+    Raises:
+        TypeError: the value is a boolean or no number.
+        ValueError: the value is not finite or breaks the rule.
+    """
+    message = f"{name} must be {rule}. Received: {name}={value!r}. {remedy}"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(message)
+    if not math.isfinite(value) or not is_allowed(value):
+        raise ValueError(message)
+    return float(value)
+
+
+def updates_per_epoch(batches_per_epoch, steps, tail):
+    """Count the updates of one epoch that starts with nothing carried over.
+
+    Stands for:
+        rounding `batches_per_epoch / steps` up for `tail="flush"`, down else.
+
+    Args:
+        batches_per_epoch: loader batches in the epoch, at least 0.
+        steps: loader batches per update, at least 1.
+        tail: `"flush"`, `"carry"` or `"drop"`. With `"carry"` a later epoch
+            that starts with batches carried over can have one update more.
+
+    Returns:
+        Number of updates.
+
+    Example:
+        >>> updates_per_epoch(10, 4, "flush"), updates_per_epoch(10, 4, "drop")
+        (3, 2)
+    """
+    made, left = divmod(batches_per_epoch, steps)
+    return made + 1 if left and tail == "flush" else made
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accumulation:
+    """What makes an update: how many samples or loader batches, combined how.
+
+    Give exactly one of `steps` and `micro_batch_size`.
+
+    Args:
+        steps: loader batches per update; every loader batch is one
+            micro-batch. A whole number of at least 1, or a dict
+            `{first_epoch: steps}` that contains epoch 0, or a function that
+            gets the number of updates made and returns the steps of the next
+            window.
+        micro_batch_size: samples per micro-batch; every loader batch is one
+            update, sliced into micro-batches of that many samples.
+        tail: what happens to the batches left over when an epoch ends inside
+            a window, with `steps` alone: `"flush"` makes a smaller update,
+            `"carry"` keeps them for the next epoch, `"drop"` forgets them.
+        combine: `"exact"` gives the gradient of the whole window as one
+            batch; `"mean"` the plain mean of micro-batch gradients; `"sum"`
+            their sum.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value that is not allowed, or both or
+            neither of `steps` and `micro_batch_size` were given.
+
+    Example:
+        >>> Accumulation(steps=4, tail="drop").steps_at(epoch=0, updates=0)
+        4
+    """
+
+    steps: int | Mapping[int, int] | Callable[[int], int] | None = None
+    micro_batch_size: int | None = None
+    tail: Literal["flush", "carry", "drop"] = "flush"
+    combine: Literal["exact", "mean", "sum"] = "exact"
+
+    def __post_init__(self):
+        if (self.steps is None) == (self.micro_batch_size is None):
+            raise ValueError(
+                "Accumulation must get exactly one of steps and "
+                f"micro_batch_size. Received: steps={self.steps!r}, "
+                f"micro_batch_size={self.micro_batch_size!r}. Give steps=k to "
+                "make an update of k loader batches, or micro_batch_size=m to "
+                "slice every loader batch into micro-batches of m samples."
+            )
+        require_choice(
+            "tail", self.tail, TAILS, "'flush' makes a smaller last update."
+        )
+        require_choice(
+            "combine",
+            self.combine,
+            COMBINES,
+            "'exact' gives the gradient of the window as one batch.",
+        )
+        if self.micro_batch_size is not None:
+            self._check_micro_batch_size()
+        elif isinstance(self.steps, Mapping):
+            object.__setattr__(self, "steps", _checked_schedule(self.steps))
+        elif not callable(self.steps):
+            require_count(
+                "steps",
+                self.steps,
+                "Use 1 to make an update of every loader batch.",
+            )
+
+    @classmethod
+    def of(cls, value):
+        """Make an `Accumulation` of what a user may write for one.
+
+        Args:
+            value: a whole number k, read as `Accumulation(steps=k)`, or an
+                `Accumulation`, returned as it is.
+
+        Returns:
+            An `Accumulation`.
+
+        Raises:
+            TypeError: the value is neither of them.
+            ValueError: the number is smaller than 1.
+
+        Example:
+            >>> Accumulation.of(4).steps
+            4
+        """
+        if isinstance(value, cls):
+            return value
+        steps = require_count(
+            "accumulation",
+            value,
+            "Use 1 to make an update of every loader batch, or an "
+            "Accumulation(...) to say more.",
+        )
+        return cls(steps=steps)
+
+    def steps_at(self, epoch, updates):
+        """Say how many loader batches make the next window.
+
+        Args:
+            epoch: index of the epoch, from zero.
+            updates: updates made before this window.
+
+        Returns:
+            Loader batches, at least 1. With `micro_batch_size` always 1.
+
+        Raises:
+            TypeError: the function given as `steps` returned no whole number.
+            ValueError: the function given as `steps` returned less than 1.
+
+        Example:
+            >>> Accumulation(steps={0: 1, 5: 8}).steps_at(epoch=6, updates=0)
+            8
+        """
+        if self.micro_batch_size is not None:
+            return 1
+        if callable(self.steps):
+            return require_count(
+                f"steps({updates})",
+                self.steps(updates),
+                "The function given as steps must return the loader batches "
+                "of the next update.",
+            )
+        if isinstance(self.steps, Mapping):
+            return self.steps[
+                max(first for first in self.steps if first <= epoch)
+            ]
+        return int(self.steps)
+
+    def updates(self, *, samples, batch_size, epochs=1):
+        """Count the updates of a training run, to build a schedule for it.
+
+        Args:
+            samples: samples in the data.
+            batch_size: samples in one loader batch, whichever of `steps` and
+                `micro_batch_size` is used.
+            epochs: passes over the data.
+
+        Returns:
+            Number of updates. Batches carried over the last epoch count as
+            one more update, because the end of a run applies them.
+
+        Raises:
+            TypeError: an argument is no whole number.
+            ValueError: an argument is smaller than 1.
+
+        Example:
+            >>> Accumulation(steps=4).updates(samples=100, batch_size=10)
+            3
+        """
+        remedy = "Give the size of the run the schedule is for."
+        samples = require_count("samples", samples, remedy)
+        batch_size = require_count("batch_size", batch_size, remedy)
+        epochs = require_count("epochs", epochs, remedy)
+        batches = math.ceil(samples / batch_size)
+        made, carried = 0, 0
+        for epoch in range(epochs):
+            made, left = self._consume(carried + batches, epoch, made)
+            if left and self.tail == "flush":
+                made += 1
+            carried = left if self.tail == "carry" else 0
+        return made + 1 if carried else made
+
+    def _consume(self, batches, epoch, made):
+        """Return the updates made after full windows, and batches left."""
+        if not callable(self.steps):
+            windows, left = divmod(batches, self.steps_at(epoch, made))
+            return made + windows, left
+        while batches:
+            steps = self.steps_at(epoch, made)
+            if batches < steps:
+                break
+            batches -= steps
+            made += 1
+        return made, batches
+
+    def _check_micro_batch_size(self):
+        if self.micro_batch_size == "auto":
+            raise ValueError(
+                "micro_batch_size must be a number, a search for the largest "
+                "that fits is not offered yet. Received: "
+                "micro_batch_size='auto'. Give the largest number of samples "
+                "that fits in memory, for example micro_batch_size=16."
+            )
+        require_count(
+            "micro_batch_size",
+            self.micro_batch_size,
+            "Give the number of samples in one forward and backward pass.",
+        )
+        if self.tail != "flush":
+            raise ValueError(
+                "tail must be left out together with micro_batch_size, where "
+                "every loader batch is an update and none is left over. "
+                f"Received: tail={self.tail!r}, "
+                f"micro_batch_size={self.micro_batch_size!r}. Leave tail out, "
+                "or give steps instead of micro_batch_size."
+            )
+
+
+def _checked_schedule(schedule):
+    """Return a sorted copy of a dict `{first_epoch: steps}`, all checked."""
+    if 0 not in schedule:
+        raise ValueError(
+            "steps must say what holds from epoch 0 when it is a dict "
+            f"{{first_epoch: steps}}. Received: steps={dict(schedule)!r}. "
+            "Add the key 0."
+        )
+    for epoch, steps in schedule.items():
+        require_count(
+            "first epoch in steps",
+            epoch,
+            "The keys of the dict are epochs, counted from zero.",
+            minimum=0,
+        )
+        require_count(
+            f"steps[{epoch}]",
+            steps,
+            "The values of the dict are loader batches per update.",
+        )
+    return dict(sorted(schedule.items()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossScale:
+    """How losses are scaled so that float16 gradients do not underflow.
+
+    Args:
+        initial: scale of the first window, between `minimum` and `maximum`.
+        growth_interval: applied updates in a row after which the scale grows.
+        factor: what the scale is multiplied by when it grows, and divided by
+            after a window that was not finite; above 1.
+        minimum: the scale never falls below this, above 0.
+        maximum: the scale never grows beyond this.
+
+    Raises:
+        TypeError: an argument is no number.
+        ValueError: an argument is not finite or out of its range.
+
+    Example:
+        >>> LossScale(initial=1024).factor
+        2.0
+    """
+
+    initial: float = 2.0**15
+    growth_interval: int = 2000
+    factor: float = 2.0
+    minimum: float = 1.0
+    maximum: float = 2.0**24
+
+    def __post_init__(self):
+        for name in ("initial", "minimum", "maximum"):
+            value = require_number(
+                name,
+                getattr(self, name),
+                "a finite number above 0",
+                "A power of two loses no precision.",
+                lambda number: number > 0,
+            )
+            object.__setattr__(self, name, value)
+        require_count(
+            "growth_interval",
+            self.growth_interval,
+            "Give the number of updates between two growths.",
+        )
+        factor = require_number(
+            "factor",
+            self.factor,
+            "a finite number above 1",
+            "2 doubles and halves the scale.",
+            lambda number: number > 1,
+        )
+        object.__setattr__(self, "factor", factor)
+        if not self.minimum <= self.initial <= self.maximum:
+            raise ValueError(
+                "initial must lie between minimum and maximum. Received: "
+                f"minimum={self.minimum!r}, initial={self.initial!r}, "
+                f"maximum={self.maximum!r}. Move initial or widen the range."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """How often something happens, counted on one clock.
+
+    Args:
+        n: distance between two occasions, above 0; a whole number, except
+            for seconds.
+        unit: `"updates"`, `"epochs"`, `"micro_batches"`, `"samples"` or
+            `"seconds"` of training.
+
+    Raises:
+        TypeError: `n` is no number of the kind the unit needs.
+        ValueError: `n` is not above 0, or the unit is unknown.
+
+    Example:
+        >>> from accumtrainer.progress import Progress
+        >>> every = Every(100, "updates")
+        >>> every.is_due(Progress(updates=99), Progress(updates=100))
+        True
+    """
+
+    n: float
+    unit: Literal["updates", "epochs", "micro_batches", "samples", "seconds"]
+
+    def __post_init__(self):
+        require_choice(
+            "unit", self.unit, UNITS, "Write for example Every(100, 'updates')."
+        )
+        if self.unit != "seconds":
+            require_count("n", self.n, "Write for example Every(1, 'epochs').")
+            return
+        require_number(
+            "n",
+            self.n,
+            "a finite number above 0",
+            "Write for example Every(30, 'seconds').",
+            lambda number: number > 0,
+        )
+
+    def is_due(self, before, after):
+        """Say whether a multiple of `n` was reached between two moments.
+
+        Args:
+            before: `Progress` at the earlier moment.
+            after: `Progress` at the later moment.
+
+        Returns:
+            Whether one or more multiples of `n` lie after the earlier moment
+            and not after the later one.
+        """
+        earlier = getattr(before, self.unit)
+        later = getattr(after, self.unit)
+        return later // self.n > earlier // self.n

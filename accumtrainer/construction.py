@@ -1,0 +1,247 @@
+"""What a Trainer checks and settles before it exists.
+
+Everything here runs before anything changes: a refused argument leaves the
+model and the optimizer as they were.
+"""
+
+import difflib
+from dataclasses import replace
+
+from accumtrainer import errors
+from accumtrainer.config import LossScale
+from accumtrainer.hooks import HOOK_NAMES, overrides_compute_loss
+from accumtrainer.keras_api import compiled_arguments, flatten_layers, keras
+
+# Methods of other trainers, and what does their work here.
+REPLACEMENTS = {
+    "train_step": "compute_loss",
+    "test_step": "compute_loss (info.training is False)",
+    "training_step": "compute_loss",
+    "validation_step": "compute_loss (info.training is False)",
+    "test_dataloader": "the data given to evaluate",
+    "train_dataloader": "the data given to fit",
+    "val_dataloader": "fit(validation_data=)",
+    "configure_optimizers": "Trainer(optimizer=)",
+    "configure_gradient_clipping": "on_apply, or the optimizer's clipnorm",
+    "optimizer_step": "on_apply",
+    "backward": "on_accumulate",
+    "on_before_optimizer_step": "on_apply",
+    "on_after_backward": "on_accumulate",
+    "on_before_backward": "compute_loss",
+    "on_train_batch_start": "on_micro_batch",
+    "training_epoch_end": "a callback's on_epoch_end",
+    "create_optimizer": "Trainer(optimizer=)",
+    "get_train_dataloader": "the data given to fit",
+}
+
+
+def check_subclass(trainer_type, base):
+    """Refuse methods of a Trainer's subclass that nobody would call.
+
+    Args:
+        trainer_type: the class of the Trainer being made.
+        base: `Trainer`.
+
+    Raises:
+        TypeError: such a method exists; the message names its replacement.
+    """
+    known = set(dir(base))
+    own = (set(vars(c)) for c in trainer_type.__mro__ if c not in base.__mro__)
+    for name in sorted(set().union(*own) - known):
+        if name in REPLACEMENTS:
+            remedy = f"Its work is done by {REPLACEMENTS[name]}."
+        elif name.startswith("on_") or name == "after_update":
+            close = difflib.get_close_matches(name, HOOK_NAMES, n=1, cutoff=0)
+            remedy = f"Did you mean {close[0]}?"
+        else:
+            continue
+        raise TypeError(
+            errors.UNKNOWN_HOOK.format(
+                cls=trainer_type.__name__,
+                name=name,
+                hooks=", ".join(HOOK_NAMES),
+                remedy=remedy,
+            )
+        )
+
+
+def check_model(model):
+    """Refuse what cannot be trained as a window.
+
+    Raises:
+        TypeError: not a Keras model.
+        ValueError: it steps by itself, or has nothing to train.
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            "model must be a keras.Model. Received: "
+            f"{type(model).__name__}. Wrap your layers in keras.Model or "
+            "keras.Sequential."
+        )
+    for step, remedy in (
+        ("train_step", "Trainer.compute_loss or Trainer.on_apply"),
+        ("test_step", "Trainer.compute_loss (info.training is False)"),
+        ("predict_step", "Trainer.predict_step"),
+    ):
+        if getattr(type(model), step) is not getattr(keras.Model, step):
+            raise ValueError(
+                errors.MODEL_WITH_OWN_STEP.format(
+                    model=type(model).__name__, step=step, remedy=remedy
+                )
+            )
+    if model.built and not model.trainable_variables:
+        raise ValueError(errors.NOTHING_TO_TRAIN.format(model=model.name))
+
+
+def resolve_optimizer(model, optimizer):
+    """Find the optimizer, and the loss scale Keras may have given it.
+
+    Args:
+        model: `keras.Model`.
+        optimizer: what the user gave, or `None` for the compiled one.
+
+    Returns:
+        Pair: the optimizer, bare; and `LossScale`, or `None` where it had no
+        loss scaling around it.
+
+    Raises:
+        ValueError: there is none, or it accumulates or scales by itself.
+    """
+    scaling = keras.optimizers.LossScaleOptimizer
+    loss_scale = None
+    if optimizer is None:
+        if not model.compiled or model.optimizer is None:
+            raise ValueError(
+                "optimizer must be given for a model that is not compiled. "
+                "Received: optimizer=None. Give an optimizer, for example "
+                "Trainer(model, optimizer='adam', ...)."
+            )
+        optimizer = model.optimizer
+        if isinstance(optimizer, scaling):
+            loss_scale = _carried_loss_scale(optimizer)
+            optimizer = optimizer.inner_optimizer
+    optimizer = keras.optimizers.get(optimizer)
+    if isinstance(optimizer, scaling):
+        raise ValueError(errors.HAND_MADE_LOSS_SCALE_OPTIMIZER)
+    steps = getattr(optimizer, "gradient_accumulation_steps", None)
+    if steps:
+        raise ValueError(errors.OPTIMIZER_ACCUMULATES.format(steps=steps))
+    if getattr(optimizer, "loss_scale_factor", None) is not None:
+        raise ValueError(
+            "optimizer must not scale the loss itself. Received: "
+            f"loss_scale_factor={optimizer.loss_scale_factor}. Make it "
+            "without, and use Trainer(loss_scale=LossScale(initial=...))."
+        )
+    return optimizer, loss_scale
+
+
+def _carried_loss_scale(optimizer):
+    initial = float(optimizer.initial_scale)
+    if optimizer.built:
+        initial = float(keras.ops.convert_to_numpy(optimizer.dynamic_scale))
+    bounds = LossScale()
+    return LossScale(
+        initial=initial,
+        growth_interval=optimizer.dynamic_growth_steps,
+        minimum=min(initial, bounds.minimum),
+        maximum=max(initial, bounds.maximum),
+    )
+
+
+def resolve_loss_scale(model, loss_scale, carried):
+    """Settle how the loss is scaled.
+
+    Args:
+        model: `keras.Model`.
+        loss_scale: `"auto"`, `LossScale`, `None` or `False`.
+        carried: `LossScale` of a compiled model's optimizer, or `None`.
+
+    Returns:
+        `LossScale`, or `None` for no scaling.
+    """
+    if loss_scale is None or loss_scale is False:
+        return None
+    if isinstance(loss_scale, LossScale):
+        return loss_scale
+    if loss_scale != "auto":
+        raise TypeError(
+            "loss_scale must be 'auto', a LossScale or None. Received: "
+            f"loss_scale={loss_scale!r}. Use LossScale(initial=...) to choose "
+            "one."
+        )
+    if carried is not None:
+        return replace(carried)
+    return LossScale() if _computes_in_float16(model) else None
+
+
+def _computes_in_float16(model):
+    return any(
+        layer.compute_dtype == "float16" for layer in flatten_layers(model)
+    )
+
+
+def resolve_compile_arguments(model, given):
+    """Merge the Trainer's arguments over what the model was compiled with.
+
+    Args:
+        model: `keras.Model`.
+        given: dict with `loss`, `loss_weights`, `metrics` and
+            `weighted_metrics`, `None` where not given.
+
+    Returns:
+        Dict of the same keys.
+    """
+    if not model.compiled:
+        return dict(given)
+    compiled = compiled_arguments(model)
+    if given["loss"] is not None:
+        compiled["loss_weights"] = None  # they belonged to the other loss
+    return {
+        name: compiled[name] if value is None else value
+        for name, value in given.items()
+    }
+
+
+def check_loss(hooks, arguments):
+    """Refuse a Trainer that has nothing to minimize."""
+    model = hooks.model
+    has_own = hooks.overrides("compute_loss") or overrides_compute_loss(model)
+    has_added = not model.built or bool(model.losses)
+    if arguments["loss"] is None and not has_own and not has_added:
+        raise ValueError(
+            "loss must be given. Received: loss=None for a model that was "
+            "compiled without one. Give Trainer(loss=...), or override "
+            "compute_loss."
+        )
+
+
+def check_options(*, denominator, max_consecutive_skips, jit_compile, seed):
+    """Refuse options of the wrong kind."""
+    if not (
+        denominator is None
+        or denominator == "samples"
+        or callable(denominator)
+    ):
+        raise TypeError(
+            "denominator must be None, 'samples' or a function of a batch. "
+            f"Received: denominator={denominator!r}. Use 'samples' for a loss "
+            "that averages over the batch."
+        )
+    if max_consecutive_skips is not None:
+        _check_whole("max_consecutive_skips", max_consecutive_skips, minimum=1)
+    if jit_compile != "auto" and not isinstance(jit_compile, bool):
+        raise TypeError(
+            "jit_compile must be 'auto', True or False. Received: "
+            f"jit_compile={jit_compile!r}. Use 'auto' to have it chosen."
+        )
+    if seed is not None:
+        _check_whole("seed", seed, minimum=0)
+
+
+def _check_whole(name, value, *, minimum):
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or value < minimum:
+        raise ValueError(
+            f"{name} must be a whole number of at least {minimum}, or None. "
+            f"Received: {name}={value!r}. Use None for the default behaviour."
+        )

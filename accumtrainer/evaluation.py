@@ -1,0 +1,134 @@
+"""What validation and prediction compute, told once for every backend."""
+
+from accumtrainer.accumulation import window_means
+from accumtrainer.hooks import Info
+from accumtrainer.keras_api import ops
+from accumtrainer.objective import (
+    Objective,
+    metric_results,
+    metric_variables,
+    total_loss,
+    visible_names,
+)
+from accumtrainer.state import Scratch, Tally
+
+
+class EvaluationProgram:
+    """Runs batches through `compute_loss` and `predict_step`, no gradients.
+
+    Args:
+        hooks: `Hooks`, usually the Trainer.
+        state: `TrainingState`.
+        backend: the functions a backend must provide.
+        tracked: list of variables that hooks may read.
+    """
+
+    def __init__(self, hooks, state, backend, *, tracked):
+        self._hooks = hooks
+        self._model = hooks.model
+        self._state = state
+        self._backend = backend
+        self._tracked = list(tracked)
+        self._objective = Objective(hooks)
+        self._tally = None
+
+    def build(self, batch):
+        """Learn from one batch which losses and logged values there are."""
+        book = self._hooks._log_book
+        self._reductions = book.reductions
+        training_reductions, book.reductions = book.reductions, {}
+        with Scratch(self._known_variables()):
+            self._backend.trace(self._survey, batch)
+        self._tally = Tally(
+            losses=len(self._losses),
+            reductions=book.reductions,
+            name="evaluation",
+        )
+        book.reductions = training_reductions | book.reductions
+
+    def build_model(self, batch):
+        """Create the variables of a model that has none yet."""
+        with Scratch([]):
+            self._backend.trace(self._hooks.predict_step, batch)
+
+    def _survey(self, batch):
+        self._hooks._log_book.open()
+        measured = self._objective.measure(batch, self._info())
+        self._hooks._log_book.take()
+        self._losses = measured.weighted
+        self._names = list(measured.losses)
+        return measured.means()
+
+    @property
+    def is_built(self):
+        """Whether `build` has been called."""
+        return self._tally is not None
+
+    def _known_variables(self):
+        return [
+            *self._model.variables,
+            *metric_variables(self._model),
+            *self._tracked,
+            *self._state.variables,
+        ]
+
+    @property
+    def variables(self):
+        """Every variable an evaluation reads or changes, each once."""
+        tally = self._tally.variables if self.is_built else []
+        variables = [*self._known_variables(), *tally]
+        return list({id(v): v for v in variables}.values())
+
+    def start(self):
+        """Begin an evaluation."""
+        self._tally.clear()
+        for metric in self._model.metrics:
+            metric.reset_state()
+
+    def run_batch(self, batch):
+        """Add a batch to the evaluation.
+
+        Args:
+            batch: `Batch` of tensors.
+
+        Returns:
+            Scalar tensor, float32, the batch's own loss.
+        """
+        self._hooks._log_book.open()
+        measured = self._objective.measure(batch, self._info())
+        logs = self._hooks._log_book.take()
+        means = measured.means()
+        is_sum = [loss.is_sum for loss in measured.weighted]
+        weights = ops.where(is_sum, measured.samples, measured.denominators())
+        samples = measured.samples
+        self._tally.add(
+            means * weights,
+            weights,
+            [samples * measured.regularization, samples, samples],
+        )
+        self._tally.add_logs(logs)
+        return total_loss(means, measured.weighted, measured.regularization)
+
+    def predict_batch(self, batch):
+        """Compute the predictions of a batch."""
+        return self._hooks.predict_step(batch)
+
+    def results(self):
+        """Read the evaluation so far, `{name: tensor}`."""
+        means = window_means(*self._tally.losses())
+        regularization, weight, _ = self._tally.extras()
+        regularization = ops.divide_no_nan(regularization, weight)
+        logs = {"loss": total_loss(means, self._losses, regularization)}
+        for name in visible_names(self._names):
+            logs[name] = means[self._names.index(name)]
+        logs |= metric_results(self._model)
+        values = self._tally.logs()
+        return logs | {name: value for name, (value, _) in values.items()}
+
+    def _info(self):
+        return Info(
+            update=self._state.updates.value,
+            epoch=self._state.epoch.value,
+            loss_scale=self._state.loss_scale.value,
+            training=False,
+        )

@@ -1,0 +1,92 @@
+"""The one place that decides which Keras this library stands on.
+
+Every other module imports `keras`, `ops` and `tree` from here. Private Keras
+names are used only in the functions at the end of this file, each with its
+reason; `tests/test_keras_api.py` notices when one of them changes.
+"""
+
+import os
+
+from accumtrainer import errors
+
+KERAS_NAME = os.environ.get("ACCUMTRAINER_KERAS", "keras")
+
+if KERAS_NAME == "keras":
+    import keras
+    from keras import tree
+else:
+    raise ImportError(errors.UNKNOWN_KERAS.format(name=KERAS_NAME))
+
+ops = keras.ops
+
+BACKEND = keras.backend.backend()
+
+__all__ = [
+    "BACKEND",
+    "KERAS_NAME",
+    "compiled_arguments",
+    "copy_mask",
+    "flatten_layers",
+    "keras",
+    "keras_mask",
+    "ops",
+    "tree",
+]
+
+
+def flatten_layers(model):
+    """List the model and every layer below it, parents before children.
+
+    Keras walks its own layers this way and offers no public walk that also
+    reaches the layers inside a subclassed layer.
+
+    Args:
+        model: a `keras.Layer`, usually a `keras.Model`.
+
+    Returns:
+        List of layers, the given one first.
+    """
+    return list(model._flatten_layers())
+
+
+def keras_mask(tensor):
+    """Return the mask Keras attached to a tensor, or `None`.
+
+    Keras passes masks to losses and metrics as an attribute of the tensor.
+    The losses here need to know only whether there is one; the mask itself is
+    always applied by Keras.
+    """
+    return getattr(tensor, "_keras_mask", None)
+
+
+def copy_mask(source, target):
+    """Attach to `target` the mask Keras attached to `source`, if any.
+
+    A loss with `ignore_class` marks the values it ignored by such a mask.
+    Keras reads it from the values a loss returns and has no public setter.
+
+    Returns:
+        `target`, changed in place.
+    """
+    mask = keras_mask(source)
+    if mask is not None:
+        target._keras_mask = mask
+    return target
+
+
+def compiled_arguments(model):
+    """Return what the user gave to `model.compile`, as the objects given.
+
+    `Model.get_compile_config` returns them serialized, which loses functions
+    and the identity of metric objects.
+
+    Args:
+        model: a compiled `keras.Model`.
+
+    Returns:
+        Dict with the keys `loss`, `loss_weights`, `metrics` and
+        `weighted_metrics`; values are `None` where nothing was given.
+    """
+    config = model._compile_config.config
+    names = ("loss", "loss_weights", "metrics", "weighted_metrics")
+    return {name: config[name] for name in names}

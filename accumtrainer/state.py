@@ -1,0 +1,167 @@
+"""The variables that training moves beside those of model and optimizer."""
+
+import numpy as np
+
+from accumtrainer.keras_api import keras, ops
+
+EXTREMES = {"max": (ops.maximum, -np.inf), "min": (ops.minimum, np.inf)}
+
+
+class Scratch(keras.StatelessScope):
+    """A scope in which nothing that is written to a variable survives.
+
+    Args:
+        variables: list of Keras variables that may be read or written.
+    """
+
+    def __init__(self, variables):
+        super().__init__(
+            [(v, v.value) for v in variables], collect_losses=True
+        )
+        self._before = {id(v): self.get_current_value(v) for v in variables}
+
+    def has_written(self, variable):
+        """Whether a variable was assigned inside this scope."""
+        value = self.get_current_value(variable)
+        return value is not self._before.get(id(variable))
+
+
+class TrainingState:
+    """Counters, loss scale and random state of a Trainer, as variables.
+
+    Args:
+        seed: int from which the random stream is derived.
+        loss_scale: float, the loss scale to begin with.
+    """
+
+    def __init__(self, *, seed, loss_scale):
+        self.updates = _counter("updates")
+        self.skipped_updates = _counter("skipped_updates")
+        self.consecutive_skips = _counter("consecutive_skips")
+        self.good_windows = _counter("good_windows")
+        self.micro_batches = _counter("micro_batches")
+        self.epoch = _counter("epoch")
+        self.loss_scale = _variable("loss_scale", loss_scale)
+        self.rng = keras.random.SeedGenerator(seed, name="trainer_rng")
+        self.stream = int(np.random.SeedSequence(seed).generate_state(1)[0])
+
+    @property
+    def counters(self):
+        """Every counter by name."""
+        return {
+            "updates": self.updates,
+            "skipped_updates": self.skipped_updates,
+            "consecutive_skips": self.consecutive_skips,
+            "good_windows": self.good_windows,
+            "micro_batches": self.micro_batches,
+            "epoch": self.epoch,
+        }
+
+    @property
+    def variables(self):
+        """Every variable, in a fixed order."""
+        return [*self.counters.values(), self.loss_scale, self.rng.state]
+
+    def seat_rng(self, index):
+        """Point the random stream at one micro-batch of this window.
+
+        Each micro-batch draws from a stream of its own, so that a pass over
+        the window can be replayed from any place.
+
+        Args:
+            index: scalar tensor, int32, index of the micro-batch.
+        """
+        number = ops.cast(self.micro_batches + index, "uint32")
+        stream = ops.convert_to_tensor(self.stream, dtype="uint32")
+        self.rng.state.assign(
+            ops.stack([stream + number, ops.zeros((), dtype="uint32")])
+        )
+
+
+class Tally:
+    """Running sums of losses and logged values, over a window or an epoch.
+
+    Args:
+        losses: int, how many losses a micro-batch has.
+        reductions: dict from log name to `"mean"`, `"sum"`, `"max"` or
+            `"min"`.
+        name: str, prefix of the variables' names.
+    """
+
+    def __init__(self, *, losses, reductions, name):
+        self._losses = losses
+        self._reductions = dict(reductions)
+        # Numerators, denominators, then regularization, weight, samples.
+        self._sums = _variable(f"{name}_sums", np.zeros(2 * losses + 3))
+        self._logs = {
+            key: _variable(f"{name}_{key}", _empty_log(reduce))
+            for key, reduce in self._reductions.items()
+        }
+
+    @property
+    def variables(self):
+        """Every variable, in a fixed order."""
+        return [self._sums, *self._logs.values()]
+
+    def add(self, numerators, denominators, extras):
+        """Add to the sums.
+
+        Args:
+            numerators: tensor `(losses,)`, float32.
+            denominators: tensor `(losses,)`, float32.
+            extras: list of three scalars: regularization, weight, samples.
+        """
+        added = ops.concatenate([numerators, denominators, ops.stack(extras)])
+        self._sums.assign(self._sums + added)
+
+    def add_logs(self, entries):
+        """Merge logged values, `{name: (value, weight)}`."""
+        for name, (value, weight) in entries.items():
+            variable = self._logs[name]
+            reduce = self._reductions[name]
+            if reduce in EXTREMES:
+                merged = EXTREMES[reduce][0](variable, [value, weight])
+            else:
+                amount = value * weight if reduce == "mean" else value
+                merged = variable + ops.stack([amount, weight])
+            variable.assign(merged)
+
+    def logs(self):
+        """Reduce the logged values, `{name: (value, weight)}`."""
+        entries = {}
+        for name, variable in self._logs.items():
+            value, weight = variable[0], variable[1]
+            if self._reductions[name] == "mean":
+                value = ops.divide_no_nan(value, weight)
+            entries[name] = (value, weight)
+        return entries
+
+    def losses(self):
+        """Return numerators and denominators, tensors `(losses,)`."""
+        sums = ops.convert_to_tensor(self._sums)
+        return sums[: self._losses], sums[self._losses : 2 * self._losses]
+
+    def extras(self):
+        """Return the summed regularization, weight and samples."""
+        sums = ops.convert_to_tensor(self._sums)
+        return sums[-3], sums[-2], sums[-1]
+
+    def clear(self):
+        """Put every sum back to its beginning."""
+        self._sums.assign(ops.zeros_like(self._sums))
+        for name, variable in self._logs.items():
+            start = _empty_log(self._reductions[name])
+            variable.assign(ops.convert_to_tensor(start, dtype="float32"))
+
+
+def _empty_log(reduce):
+    start = EXTREMES[reduce][1] if reduce in EXTREMES else 0.0
+    return np.array([start, start if reduce in EXTREMES else 0.0])
+
+
+def _variable(name, value):
+    return keras.Variable(value, dtype="float32", trainable=False, name=name)
+
+
+def _counter(name):
+    return keras.Variable(0, dtype="int32", trainable=False, name=name)

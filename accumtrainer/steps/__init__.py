@@ -1,0 +1,37 @@
+"""The compiled step: how a window is run on a backend.
+
+Only the files named after a backend import one.
+"""
+
+from accumtrainer import errors
+from accumtrainer.keras_api import BACKEND
+from accumtrainer.steps.plan import Plan, choose_plan
+from accumtrainer.steps.step import EvaluationStep, Report, Step
+
+__all__ = [
+    "EvaluationStep",
+    "Plan",
+    "Report",
+    "Step",
+    "choose_plan",
+    "make_backend",
+]
+
+
+def make_backend(*, run_eagerly=False):
+    """Make the functions of the backend Keras runs on.
+
+    Args:
+        run_eagerly: bool, whether to run everything as plain Python.
+
+    Returns:
+        An object with the methods of `steps.tensorflow.TensorFlowBackend`.
+
+    Raises:
+        ImportError: the backend is not supported.
+    """
+    if BACKEND == "tensorflow":
+        from accumtrainer.steps.tensorflow import TensorFlowBackend
+
+        return TensorFlowBackend(run_eagerly=run_eagerly)
+    raise ImportError(errors.UNSUPPORTED_BACKEND.format(backend=BACKEND))

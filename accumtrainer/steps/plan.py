@@ -1,0 +1,74 @@
+"""Which plan a window runs by, and whether it is compiled with XLA."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from accumtrainer.keras_api import flatten_layers
+
+CONVOLUTIONS = frozenset(
+    {
+        "Conv2D",
+        "Conv3D",
+        "DepthwiseConv2dNative",
+        "conv_general_dilated",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """How windows run.
+
+    Args:
+        name: `"fused"`, one compiled call per window, or `"streamed"`, one
+            per micro-batch and one to apply. Windows of unequal micro-batches
+            run streamed under both.
+        jit_compile: whether XLA compiles the calls.
+        run_eagerly: whether nothing is compiled, for debugging.
+
+    Example:
+        >>> str(Plan(name="fused", jit_compile=True))
+        'fused, XLA'
+    """
+
+    name: Literal["fused", "streamed"]
+    jit_compile: bool
+    run_eagerly: bool = False
+
+    def __str__(self):
+        if self.run_eagerly:
+            return f"{self.name}, eager"
+        return f"{self.name}, XLA" if self.jit_compile else self.name
+
+
+def choose_plan(model, operations, backend, *, jit_compile, run_eagerly):
+    """Choose the plan that is fastest for a model on a device.
+
+    On a CPU, XLA runs convolutions inside a loop many times slower than
+    outside one, so models with convolutions are looped over without XLA on
+    TensorFlow and streamed on JAX. Everywhere else a fused window under XLA
+    has measured fastest.
+
+    Args:
+        model: `keras.Model`.
+        operations: set of str, the operations of one micro-batch.
+        backend: the backend's functions.
+        jit_compile: `"auto"`, `True` or `False`.
+        run_eagerly: bool.
+
+    Returns:
+        `Plan`.
+    """
+    if run_eagerly:
+        return Plan(name="fused", jit_compile=False, run_eagerly=True)
+    loops_badly = bool(CONVOLUTIONS & operations) and (
+        not backend.has_accelerator()
+    )
+    if backend.name != "tensorflow":
+        name = "streamed" if loops_badly else "fused"
+        return Plan(name=name, jit_compile=True)
+    if jit_compile == "auto":
+        jit_compile = not loops_badly and all(
+            layer.supports_jit for layer in flatten_layers(model)
+        )
+    return Plan(name="fused", jit_compile=jit_compile)

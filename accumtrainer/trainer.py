@@ -1,0 +1,663 @@
+"""The Trainer: says what an update is and owns the loop."""
+
+import contextlib
+import math
+
+import numpy as np
+
+from accumtrainer import errors
+from accumtrainer.batches import Batch
+from accumtrainer.callback import (
+    Dispatcher,
+    Logs,
+    check_callback,
+    flatten_callbacks,
+)
+from accumtrainer.config import Accumulation
+from accumtrainer.construction import (
+    check_loss,
+    check_model,
+    check_options,
+    check_subclass,
+    resolve_compile_arguments,
+    resolve_loss_scale,
+    resolve_optimizer,
+)
+from accumtrainer.evaluation import EvaluationProgram
+from accumtrainer.fit_options import FitOptions
+from accumtrainer.hooks import (
+    Hooks,
+    LogBook,
+    overrides_compute_loss,
+    takes_argument,
+)
+from accumtrainer.keras_api import keras, tree
+from accumtrainer.loop import FitLoop, Validation, updates_in_epoch
+from accumtrainer.losses import CompiledLoss
+from accumtrainer.objective import metric_variables
+from accumtrainer.progress import Progress
+from accumtrainer.progress_bar import ProgressBar
+from accumtrainer.sources import (
+    FirstBatches,
+    make_source,
+    train_validation_split,
+)
+from accumtrainer.state import TrainingState
+from accumtrainer.steps import EvaluationStep, Step, choose_plan, make_backend
+from accumtrainer.window import WindowProgram
+
+
+class Trainer(Hooks):
+    """Train a Keras model with exact gradient accumulation.
+
+    Args:
+        model: `keras.Model`, compiled or not. It is left compiled with the
+            live optimizer.
+        optimizer: Keras optimizer or its name; default the compiled one.
+        loss: as in `Model.compile`; default the compiled one.
+        loss_weights: as in `Model.compile`.
+        metrics: as in `Model.compile`.
+        weighted_metrics: as in `Model.compile`.
+        denominator: what a bare scalar loss was averaged over: `"samples"`,
+            or a function from a `Batch` to a scalar. Default: unknown.
+        accumulation: `Accumulation`, or an int k for k loader batches.
+        loss_scale: `"auto"` (on iff a layer computes in float16),
+            `LossScale`, or `None` for off.
+        max_consecutive_skips: int, windows in a row that may have gradients
+            that are not finite; `None` for any number.
+        jit_compile: `"auto"`, `True` or `False`: whether XLA compiles.
+        run_eagerly: bool, run everything as plain Python, for debugging.
+        callbacks: list of callbacks, Keras's or ours, for every `fit`.
+        seed: int for shuffling and `self.rng`; `None` draws one.
+
+    Raises:
+        ValueError: an argument cannot lead to a right result.
+        TypeError: an argument is of the wrong kind.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+        >>> trainer = Trainer(model, optimizer="sgd", loss="mse",
+        ...                   accumulation=Accumulation(micro_batch_size=4))
+        >>> x, y = np.ones([16, 2]), np.ones([16, 1])
+        >>> history = trainer.fit(x, y, batch_size=8, epochs=2, verbose=0)
+        >>> trainer.progress.updates
+        4
+    """
+
+    def __init__(
+        self,
+        model,
+        *,
+        optimizer=None,
+        loss=None,
+        loss_weights=None,
+        metrics=None,
+        weighted_metrics=None,
+        denominator=None,
+        accumulation=1,
+        loss_scale="auto",
+        max_consecutive_skips=100,
+        jit_compile="auto",
+        run_eagerly=False,
+        callbacks=None,
+        seed=None,
+    ):
+        check_subclass(type(self), Trainer)
+        check_model(model)
+        check_options(
+            denominator=denominator,
+            max_consecutive_skips=max_consecutive_skips,
+            jit_compile=jit_compile,
+            seed=seed,
+        )
+        self.model = model
+        self.accumulation = Accumulation.of(accumulation)
+        self.optimizer, carried = resolve_optimizer(model, optimizer)
+        self.loss_scale = resolve_loss_scale(model, loss_scale, carried)
+        given = {
+            "loss": loss,
+            "loss_weights": loss_weights,
+            "metrics": metrics,
+            "weighted_metrics": weighted_metrics,
+        }
+        arguments = resolve_compile_arguments(model, given)
+        check_loss(self, arguments)
+        for callback in flatten_callbacks(callbacks):
+            check_callback(callback)
+        self._compiled_loss = _make_compiled_loss(model, arguments)
+        self._compile_model(arguments, is_new=_is_given(given, optimizer))
+        self._callbacks = callbacks
+        self._denominator = denominator
+        self._max_consecutive_skips = max_consecutive_skips
+        self._jit_compile = jit_compile
+        self._run_eagerly = run_eagerly
+        self._seed = _draw_seed() if seed is None else seed
+        self._model_computes_loss = overrides_compute_loss(model)
+        self._model_takes_training = takes_argument(model.call, "training")
+        self._guessed_denominator = False
+        self._must_weigh = self.accumulation.combine == "exact"
+        self._log_book = LogBook()
+        self._tracked = []
+        initial_scale = self.loss_scale.initial if self.loss_scale else 1.0
+        self._state = TrainingState(seed=self._seed, loss_scale=initial_scale)
+        self._backend = make_backend(run_eagerly=run_eagerly)
+        self._evaluation_step = EvaluationStep(
+            EvaluationProgram(
+                self, self._state, self._backend, tracked=self._tracked
+            ),
+            self._backend,
+            jit_compile=jit_compile is True,
+        )
+        self._program = self._step = None
+        self.plan = None
+        self._progress = Progress()
+        self._last_report = None
+        self._unread_windows = 0
+        self._trained_ids = _variable_ids(model) if model.built else None
+
+    # What researchers use inside hooks, beside the hooks themselves.
+
+    @property
+    def rng(self):
+        """The `keras.random.SeedGenerator` of the training state."""
+        return self._state.rng
+
+    @property
+    def has_metrics(self):
+        """Whether the model has metrics of its own to update."""
+        overrides = type(self.model).compute_metrics is not (
+            keras.Model.compute_metrics
+        )
+        return self._has_compiled_metrics or overrides
+
+    def track(self, thing):
+        """Make a variable, layer, model or metric part of the training state.
+
+        It is then compiled into the step, saved and restored, and put back
+        when a window is skipped. It is never trained.
+
+        Args:
+            thing: `keras.Variable`, or an object with `variables`.
+
+        Returns:
+            The same object.
+
+        Raises:
+            RuntimeError: training has begun.
+        """
+        if self._program is not None:
+            raise RuntimeError(
+                "track must be called before training begins. Received: "
+                f"{thing!r} after the first window. Call it in __init__."
+            )
+        is_variable = isinstance(thing, keras.Variable)
+        self._tracked.extend([thing] if is_variable else thing.variables)
+        return thing
+
+    @property
+    def progress(self):
+        """A copy of the counters; reading it waits for the device."""
+        self._read_counters()
+        return self._progress.copy()
+
+    @property
+    def samples_seen(self):
+        """Samples consumed so far, an int the host knows without waiting."""
+        return self._progress.samples
+
+    # The loop.
+
+    def fit(
+        self,
+        x=None,
+        y=None,
+        batch_size=None,
+        epochs=None,
+        verbose="auto",
+        callbacks=None,
+        validation_split=0.0,
+        validation_data=None,
+        shuffle=True,
+        class_weight=None,
+        sample_weight=None,
+        initial_epoch=0,
+        steps_per_epoch=None,
+        validation_steps=None,
+        validation_batch_size=None,
+        validation_freq=1,
+        *,
+        max_updates=None,
+        max_seconds=None,
+        validation_every=None,
+        fast_dev_run=False,
+        overfit_batches=None,
+    ):
+        """Train the model; Keras's arguments mean what they mean there.
+
+        `batch_size` and `steps_per_epoch` count what the loader yields.
+
+        Args:
+            x: arrays or nests of them, `keras.utils.PyDataset`, a tf.data
+                dataset, or any iterable of batches.
+            y: targets, where x is arrays.
+            batch_size: samples per loader batch, default 32.
+            epochs: passes over the data, default 1, or unlimited with
+                `max_updates` or `max_seconds`.
+            verbose: 0, 1, 2 or `"auto"`.
+            callbacks: further callbacks, for this call.
+            validation_split: fraction of the arrays kept for validation.
+            validation_data: `(x, y)` or what `x` may be; a dict of these
+                validates on several named sets.
+            shuffle: whether arrays are shuffled each epoch.
+            class_weight: dict from class to weight.
+            sample_weight: weights of the samples, where x is arrays.
+            initial_epoch: index of the first epoch.
+            steps_per_epoch: loader batches in an epoch.
+            validation_steps: loader batches in a validation.
+            validation_batch_size: default `batch_size`.
+            validation_freq: epochs between validations, or a list of epochs.
+            max_updates: updates after which to stop.
+            max_seconds: seconds after which to stop.
+            validation_every: `Every`, instead of the ends of epochs.
+            fast_dev_run: `True`, or a number of updates: a short trial.
+            overfit_batches: train on the first few batches only.
+
+        Returns:
+            `keras.callbacks.History`.
+
+        Raises:
+            ValueError: an argument breaks its rule.
+            NonFiniteError: too many windows in a row were not finite.
+        """
+        options = FitOptions(
+            epochs=epochs,
+            initial_epoch=initial_epoch,
+            max_updates=max_updates,
+            max_seconds=max_seconds,
+            validation_every=validation_every,
+            validation_freq=validation_freq,
+            fast_dev_run=fast_dev_run,
+            overfit_batches=overfit_batches,
+        )
+        self._check_trainable()
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = train_validation_split(
+                x, y, sample_weight, validation_split
+            )
+        source = make_source(
+            x,
+            y,
+            sample_weight,
+            batch_size=batch_size,
+            shuffle=shuffle and not overfit_batches,
+            seed=self._seed,
+            class_weight=class_weight,
+            steps=overfit_batches or steps_per_epoch,
+        )
+        if overfit_batches:
+            source = FirstBatches(source, overfit_batches)
+        validation = Validation(
+            validation_data,
+            batch_size=validation_batch_size or batch_size,
+            steps=int(fast_dev_run) or validation_steps,
+        )
+        dispatcher = Dispatcher(
+            [self._callbacks, callbacks],
+            model=self.model,
+            trainer=self,
+            params={
+                "verbose": verbose,
+                "epochs": epochs or (1 if options.is_bounded else None),
+                "steps": updates_in_epoch(
+                    source, self.accumulation, initial_epoch
+                ),
+            },
+            add_history=True,
+            progress_bar=_make_progress_bar(verbose),
+        )
+        loop = FitLoop(self, options, source, validation, dispatcher)
+        return loop.run(announce=print if verbose else _say_nothing)
+
+    def evaluate(
+        self,
+        x=None,
+        y=None,
+        batch_size=None,
+        verbose="auto",
+        sample_weight=None,
+        steps=None,
+        callbacks=None,
+        return_dict=False,
+    ):
+        """Compute the loss and the metrics of some data.
+
+        Args:
+            x: what `fit` takes.
+            y: targets, where x is arrays.
+            batch_size: samples per loader batch, default 32.
+            verbose: 0, 1, 2 or `"auto"`.
+            sample_weight: weights of the samples, where x is arrays.
+            steps: loader batches to take.
+            callbacks: callbacks for this call.
+            return_dict: whether to return a dict instead of a list.
+
+        Returns:
+            The loss, or the list of loss and metrics, or a dict of them.
+        """
+        source = make_source(
+            x,
+            y,
+            sample_weight,
+            batch_size=batch_size,
+            shuffle=False,
+            steps=steps,
+        )
+        dispatcher = Dispatcher(
+            callbacks,
+            model=self.model,
+            trainer=self,
+            params={
+                "verbose": verbose,
+                "epochs": 1,
+                "steps": source.batches_per_epoch,
+            },
+            progress_bar=_make_progress_bar(verbose),
+        )
+        logs = self.evaluate_source(source, dispatcher)
+        return _as_keras_returns(logs, return_dict)
+
+    def predict(
+        self, x, batch_size=None, verbose="auto", steps=None, callbacks=None
+    ):
+        """Compute the predictions for some data.
+
+        Args:
+            x: what `fit` takes; targets in it are ignored.
+            batch_size: samples per loader batch, default 32.
+            verbose: 0, 1, 2 or `"auto"`.
+            steps: loader batches to take.
+            callbacks: callbacks for this call.
+
+        Returns:
+            Nest of NumPy arrays, one row per sample.
+        """
+        source = make_source(
+            x, batch_size=batch_size, shuffle=False, steps=steps
+        )
+        dispatcher = Dispatcher(
+            callbacks,
+            model=self.model,
+            trainer=self,
+            params={
+                "verbose": verbose,
+                "epochs": 1,
+                "steps": source.batches_per_epoch,
+            },
+            progress_bar=_make_progress_bar(verbose),
+        )
+        step = self._evaluation_step
+        outputs = []
+        with dispatcher.predicting():
+            for index, item in enumerate(source.iterate(0)):
+                dispatcher.call("on_predict_batch_begin", index, {})
+                for batch in self._slice(source, item):
+                    batch = Batch(batch.x)
+                    outputs.append(
+                        tree.map_structure(
+                            np.asarray, step.predict_batch(batch)
+                        )
+                    )
+                dispatcher.call("on_predict_batch_end", index, {})
+        return tree.map_structure(
+            lambda *parts: np.concatenate(parts), *outputs
+        )
+
+    def train_on_batch(
+        self,
+        x,
+        y=None,
+        sample_weight=None,
+        class_weight=None,
+        return_dict=False,
+    ):
+        """Make one update from one batch.
+
+        With `Accumulation(micro_batch_size=m)` the batch is sliced into
+        micro-batches of m, with `Accumulation(steps=k)` into k.
+
+        Args:
+            x: arrays or nests of them.
+            y: targets.
+            sample_weight: weights of the samples.
+            class_weight: dict from class to weight.
+            return_dict: whether to return a dict instead of a list.
+
+        Returns:
+            The batch's loss, or the list of loss and metrics, or a dict.
+        """
+        self._check_trainable()
+        source = make_source(
+            x,
+            y,
+            sample_weight,
+            batch_size=np.iinfo(np.int32).max,
+            shuffle=False,
+            class_weight=class_weight,
+        )
+        size = self.accumulation.micro_batch_size
+        if size is None:
+            steps = self.accumulation.steps_at(0, self.progress.updates)
+            size = math.ceil(source.samples_per_epoch / steps)
+        window = source.window(list(source.iterate(0)), size)
+        self.prepare_training(window)
+        self.start_epoch(self._progress.epochs)
+        report = self.run_window(window)
+        self.count_window(window)
+        self._check_skips()
+        return _as_keras_returns(report.running_logs(), return_dict)
+
+    # What the loop asks for.
+
+    def prepare_training(self, window):
+        """Build what is missing before the first window runs.
+
+        Args:
+            window: `Window` like those to come.
+        """
+        if self._program is not None:
+            return
+        self._must_weigh = self._must_weigh and self._accumulates(window)
+        first = window.split()[0]
+        if not self.model.built:
+            self._evaluation_step.build_model(Batch(first.x))
+        if not self.model.trainable_variables:
+            raise ValueError(
+                errors.NOTHING_TO_TRAIN.format(model=self.model.name)
+            )
+        program = WindowProgram(
+            self,
+            self._state,
+            self._backend,
+            combine=self.accumulation.combine,
+            loss_scale=self.loss_scale,
+            tracked=self._tracked,
+        )
+        program.build(first)
+        self.plan = choose_plan(
+            self.model,
+            program.operations,
+            self._backend,
+            jit_compile=self._jit_compile,
+            run_eagerly=self._run_eagerly,
+        )
+        self._program = program
+        self._step = Step(program, self._backend, self.plan)
+        self._trained_ids = _variable_ids(self.model)
+
+    def start_epoch(self, epoch):
+        """Begin an epoch's running means."""
+        self._program.start_epoch(epoch)
+
+    def run_window(self, window):
+        """Make one update.
+
+        Args:
+            window: `Window`.
+
+        Returns:
+            `Report`.
+        """
+        if window.micro_batches > 1 and self._guessed_denominator:
+            raise ValueError(errors.BARE_LOSS)
+        self._last_report = self._step.run(window)
+        self._unread_windows += 1
+        if self._max_consecutive_skips is not None:
+            if self._unread_windows > self._max_consecutive_skips:
+                self._check_skips()
+        return self._last_report
+
+    def count_window(self, window):
+        """Count a window that has run."""
+        self._progress.micro_batches += window.micro_batches
+        self._progress.samples += window.samples
+
+    def finish_epoch(self):
+        """Count an epoch that has run."""
+        self._progress.epochs += 1
+        self._check_skips()
+
+    @property
+    def updates_at_most(self):
+        """Updates made if no window since the last look was skipped."""
+        return self._progress.updates + self._unread_windows
+
+    def running_logs(self):
+        """Read the epoch so far, dict of numbers."""
+        return self._last_report.running_logs()
+
+    def evaluate_source(self, source, dispatcher):
+        """Evaluate one source.
+
+        Args:
+            source: `Source`.
+            dispatcher: `Dispatcher` to tell about it.
+
+        Returns:
+            Dict of numbers.
+        """
+        step = self._evaluation_step
+        is_first = True
+        with dispatcher.testing():
+            for index, item in enumerate(source.iterate(0)):
+                dispatcher.call("on_test_batch_begin", index, {})
+                for batch in self._slice(source, item):
+                    step.run(batch, is_first=is_first)
+                    is_first = False
+                dispatcher.call("on_test_batch_end", index, Logs(step.results))
+            dispatcher.last_logs = logs = step.results()
+        return logs
+
+    @contextlib.contextmanager
+    def metrics_kept(self):
+        """Put the model's metrics back after a validation amid an epoch."""
+        variables = metric_variables(self.model)
+        values = [keras.ops.convert_to_numpy(v) for v in variables]
+        yield
+        for variable, value in zip(variables, values):
+            variable.assign(value)
+
+    # Details.
+
+    def _check_trainable(self):
+        if self._trained_ids is None:
+            return
+        now = _variable_ids(self.model)
+        if now != self._trained_ids:
+            raise ValueError(
+                errors.TRAINABLE_CHANGED.format(
+                    now=len(now), before=len(self._trained_ids)
+                )
+            )
+
+    def _compile_model(self, arguments, *, is_new):
+        if is_new:
+            self.model.compile(
+                optimizer=self.optimizer, auto_scale_loss=False, **arguments
+            )
+        else:
+            self.model.optimizer = self.optimizer
+        self._has_compiled_metrics = bool(
+            arguments["metrics"] or arguments["weighted_metrics"]
+        )
+
+    def _accumulates(self, window):
+        """Whether windows of more than one micro-batch are to be expected."""
+        steps = self.accumulation.steps
+        return window.micro_batches > 1 if steps is None else steps != 1
+
+    def _slice(self, source, item):
+        """Cut a loader batch into what fits, for evaluation."""
+        return source.window([item], self.accumulation.micro_batch_size).split()
+
+    def _read_counters(self):
+        """Learn from the device how many windows were applied."""
+        if self._unread_windows:
+            counters = self._last_report.section("counters")
+            self._progress.updates = counters["updates"]
+            self._progress.skipped_updates = counters["skipped_updates"]
+            self._unread_windows = 0
+
+    def _check_skips(self):
+        """Stop where too many windows in a row were not finite."""
+        limit = self._max_consecutive_skips
+        self._read_counters()
+        counters = self._last_report.section("counters")
+        if limit is not None and counters["consecutive_skips"] > limit:
+            raise errors.NonFiniteError(
+                errors.NON_FINITE.format(
+                    count=counters["consecutive_skips"],
+                    update=counters["updates"],
+                    limit=limit,
+                )
+            )
+
+
+def _is_given(arguments, optimizer):
+    given = any(value is not None for value in arguments.values())
+    return given or optimizer is not None
+
+
+def _make_compiled_loss(model, arguments):
+    if arguments["loss"] is None or overrides_compute_loss(model):
+        return None
+    return CompiledLoss(
+        arguments["loss"],
+        arguments["loss_weights"],
+        getattr(model, "output_names", None),
+    )
+
+
+def _draw_seed():
+    return int(np.random.SeedSequence().generate_state(1)[0])
+
+
+def _variable_ids(model):
+    return [id(variable) for variable in model.trainable_variables]
+
+
+def _make_progress_bar(verbose):
+    return ProgressBar(verbose) if verbose else None
+
+
+def _say_nothing(line):
+    del line
+
+
+def _as_keras_returns(logs, return_dict):
+    """Return results as Keras does: a number, a list or a dict."""
+    extras = ("learning_rate", "gradient_norm", "loss_scale", "updates",
+              "skipped_updates")
+    if return_dict:
+        return logs
+    values = [value for name, value in logs.items() if name not in extras]
+    return values[0] if len(values) == 1 else values

@@ -1,0 +1,574 @@
+"""The window algorithm, told once for every backend.
+
+In plain Python, the update of a window is
+
+    for index, batch in enumerate(window):
+        batch = on_micro_batch(batch)
+        losses = compute_loss(batch)
+        gradients = on_accumulate(differentiate(losses))
+        sums += weight * gradients
+    gradients = on_apply(sums / total_weight)
+    if is_finite(gradients):
+        optimizer.apply(gradients)
+        after_apply()
+    else:
+        forget the window; lower the loss scale
+
+The code below is that loop over Keras variables. A backend runs it in place
+(TensorFlow) or as a function of the variables' values (JAX); what must differ
+is asked of the backend: to differentiate, to loop, to branch, to compile.
+"""
+
+from dataclasses import replace
+
+from accumtrainer import errors
+from accumtrainer.accumulation import (
+    choose_weighing,
+    gradient_divisor,
+    gradient_weight,
+    loss_factors,
+    window_means,
+)
+from accumtrainer.hooks import Info
+from accumtrainer.keras_api import keras, ops, tree
+from accumtrainer.loss_scale import next_scale
+from accumtrainer.objective import (
+    Objective,
+    is_random_state,
+    metric_results,
+    metric_variables,
+    total_loss,
+    visible_names,
+)
+from accumtrainer.state import Scratch, Tally
+
+
+class WindowProgram:
+    """Consumes the micro-batches of a window and applies one update.
+
+    Args:
+        hooks: `Hooks`, usually the Trainer.
+        state: `TrainingState`.
+        backend: the functions a backend must provide.
+        combine: `"exact"`, `"mean"` or `"sum"`.
+        loss_scale: `LossScale`, or `None` to leave the loss as it is.
+        tracked: list of variables that a skipped window undoes.
+    """
+
+    def __init__(self, hooks, state, backend, *, combine, loss_scale, tracked):
+        self._hooks = hooks
+        self._model = hooks.model
+        self._optimizer = hooks.optimizer
+        self._state = state
+        self._backend = backend
+        self._combine = combine
+        self._loss_scale = loss_scale
+        self._tracked = list(tracked)
+        self._objective = Objective(hooks)
+        self._draws = any(map(hooks.overrides, ("on_micro_batch",
+            "compute_loss", "on_accumulate", "on_apply", "after_apply")))
+        self._unused = set()
+
+    # Before the first window.
+
+    def build(self, batch):
+        """Learn from one micro-batch what a window has to keep.
+
+        Runs every hook once without effect, so that a hook that returns
+        something of the wrong structure is refused before training starts.
+
+        Args:
+            batch: `Batch` of arrays, one micro-batch.
+        """
+        book = self._hooks._log_book
+        book.reductions.clear()
+        with Scratch(self._known_variables()) as scope:
+            self.operations = self._backend.trace(self._survey, batch)
+            written = [
+                v
+                for v in self._model.non_trainable_variables
+                if scope.has_written(v)
+            ]
+        if not self._optimizer.built:
+            self._optimizer.build(self._model.trainable_variables)
+        self._make_variables(written)
+
+    def _survey(self, batch):
+        book = self._hooks._log_book
+        book.open()
+        info = self._info(ops.zeros((), "int32"), ops.ones((), "int32"))
+        changed = self._hooks.on_micro_batch(batch, info)
+        _check_batch(batch, changed)
+        measured = self._objective.measure(changed, info)
+        self._losses = measured.weighted
+        self.loss_names = list(measured.losses)
+        zeros = [
+            ops.zeros(v.shape, "float32")
+            for v in self._model.trainable_variables
+        ]
+        gradients = self._hooks.on_accumulate(zeros, info)
+        _check_gradients("on_accumulate", zeros, gradients)
+        gradients = self._hooks.on_apply(zeros, info)
+        _check_gradients("on_apply", zeros, gradients)
+        self._hooks.after_apply(info)
+        book.take()
+        return total_loss(
+            measured.means(), self._losses, measured.regularization
+        )
+
+    def _make_variables(self, written):
+        self._accumulators = [
+            keras.Variable(
+                lambda shape, dtype: ops.zeros(shape, dtype),
+                shape=v.shape,
+                dtype="float32",
+                trainable=False,
+                name=f"accumulator_{position}",
+            )
+            for position, v in enumerate(self._model.trainable_variables)
+        ]
+        tally = {
+            "losses": len(self._losses),
+            "reductions": self._hooks._log_book.reductions,
+        }
+        self._window = Tally(name="window", **tally)
+        self._epoch = Tally(name="epoch", **tally)
+        self._window.clear()
+        self._epoch.clear()
+        undoable = [
+            *(v for v in written if not is_random_state(v)),
+            *metric_variables(self._model),
+            *(v for v in self._tracked if not is_random_state(v)),
+        ]
+        self._undoable = list({id(v): v for v in undoable}.values())
+        self._start = [
+            keras.Variable(
+                ops.convert_to_tensor(v),
+                dtype=v.dtype,
+                trainable=False,
+                name=f"start_{position}",
+            )
+            for position, v in enumerate(self._undoable)
+        ]
+
+    def _known_variables(self):
+        return [
+            *self._model.trainable_variables,
+            *self._model.non_trainable_variables,
+            *metric_variables(self._model),
+            *self._tracked,
+            *self._state.variables,
+        ]
+
+    @property
+    def variables(self):
+        """Every variable a window may change, each once."""
+        variables = [
+            *self._known_variables(),
+            *self._optimizer.variables,
+            *self._accumulators,
+            *self._window.variables,
+            *self._epoch.variables,
+            *self._start,
+        ]
+        return list({id(v): v for v in variables}.values())
+
+    def start_epoch(self, epoch):
+        """Begin an epoch's running means, and forget a broken-off window."""
+        self._state.epoch.assign(epoch)
+        self._epoch.clear()
+        self._window.clear()
+        for accumulator in self._accumulators:
+            accumulator.assign(ops.zeros_like(accumulator))
+        for metric in self._model.metrics:
+            metric.reset_state()
+
+    # The programs a backend compiles.
+
+    def run_window(self, stacked):
+        """Consume a whole window of equally shaped micro-batches.
+
+        Stands for: the loop at the top of this module.
+
+        Args:
+            stacked: `Batch` of tensors `[k, m, ...]`.
+
+        Returns:
+            Report of the update, see `apply`.
+        """
+        micro_batches = ops.shape(tree.flatten(stacked)[0])[0]
+        weighing = self._weighing(is_even=True)
+        totals = None
+        if weighing.needs_totals:
+            totals = self._scan_totals(stacked, micro_batches)
+        self._keep_start()
+
+        def body(index, batch):
+            return self._accumulate(
+                batch, index, micro_batches, totals, weighing
+            )
+
+        per_micro_batch = self._backend.scan(body, stacked, micro_batches)
+        report = self._apply(ops.cast(micro_batches, "int32"), weighing)
+        return report | {"per_micro_batch": per_micro_batch}
+
+    def run_micro_batch(self, batch, index, micro_batches, totals, is_even):
+        """Consume one micro-batch of a window.
+
+        Args:
+            batch: `Batch` of tensors `[m, ...]`.
+            index: scalar tensor, int32.
+            micro_batches: scalar tensor, int32, k.
+            totals: tensor `(losses,)`, float32, see `measure_weights`.
+            is_even: Python bool, whether all have this one's shape.
+
+        Returns:
+            Pair of scalar tensors: its loss and its weight.
+        """
+        self._keep_start(is_first=ops.equal(index, 0))
+        weighing = self._weighing(is_even=is_even)
+        return self._accumulate(batch, index, micro_batches, totals, weighing)
+
+    def apply(self, micro_batches, is_even):
+        """Apply what `run_micro_batch` has accumulated.
+
+        Args:
+            micro_batches: scalar tensor, int32, k.
+            is_even: Python bool, as given to `run_micro_batch`.
+
+        Returns:
+            Dict of scalar tensors under `"window"` (this window alone),
+            `"running"` (the epoch so far) and `"counters"`.
+        """
+        return self._apply(micro_batches, self._weighing(is_even=is_even))
+
+    def measure_weights(self, batch, index, micro_batches):
+        """Measure a micro-batch's denominators, without effect.
+
+        Args:
+            batch: `Batch` of tensors `[m, ...]`.
+            index: scalar tensor, int32.
+            micro_batches: scalar tensor, int32.
+
+        Returns:
+            Tensor `(losses,)`, float32.
+        """
+        with Scratch(self._known_variables()):
+            info = self._info(index, micro_batches, training=False)
+            batch = self._prepare(batch, index, info)
+            self._hooks._log_book.open()
+            denominators = self._objective.measure(batch, info).denominators()
+            self._hooks._log_book.take()
+        return denominators
+
+    def needs_totals(self, is_even):
+        """Whether `run_micro_batch` wants the window's denominators."""
+        return self._weighing(is_even=is_even).needs_totals
+
+    # The parts of the algorithm.
+
+    def _weighing(self, is_even):
+        return choose_weighing(
+            self._losses, combine=self._combine, is_even=is_even
+        )
+
+    def _scan_totals(self, stacked, micro_batches):
+        def body(index, batch):
+            return self.measure_weights(batch, index, micro_batches)
+
+        measured = self._backend.scan(body, stacked, micro_batches)
+        return ops.sum(measured, axis=0)
+
+    def _keep_start(self, is_first=None):
+        """Remember what a skipped window has to put back."""
+        for variable, start in zip(self._undoable, self._start):
+            value = ops.convert_to_tensor(variable)
+            if is_first is not None:
+                value = ops.where(is_first, value, start)
+            start.assign(value)
+
+    def _info(self, index, micro_batches, *, training=True):
+        return Info(
+            update=self._state.updates.value,
+            epoch=self._state.epoch.value,
+            index=index,
+            micro_batches=micro_batches,
+            is_last=ops.equal(index + 1, micro_batches),
+            loss_scale=self._state.loss_scale.value,
+            training=training,
+        )
+
+    def _prepare(self, batch, index, info):
+        if self._draws:
+            self._state.seat_rng(index)
+        return self._hooks.on_micro_batch(batch, info)
+
+    def _accumulate(self, batch, index, micro_batches, totals, weighing):
+        index = ops.cast(index, "int32")
+        micro_batches = ops.cast(micro_batches, "int32")
+        info = self._info(index, micro_batches)
+        book = self._hooks._log_book
+        book.open()
+        batch = self._prepare(batch, index, info)
+        before = book.take()
+
+        def objective():
+            book.open()
+            measured = self._objective.measure(batch, info)
+            factors = loss_factors(
+                measured.weighted,
+                weighing,
+                micro_batches=ops.cast(micro_batches, "float32"),
+                totals=totals,
+            )
+            scaled = [
+                factor * ops.cast(loss.mean, "float32")
+                for factor, loss in zip(factors, measured.weighted)
+            ]
+            total = total_loss(
+                scaled, measured.weighted, measured.regularization
+            )
+            if self._loss_scale is not None:
+                total = total * self._state.loss_scale
+            return total, self._summary(measured, weighing, book.take())
+
+        summary, gradients = self._backend.value_and_grad(
+            objective, self._model.trainable_variables
+        )
+        info = replace(info, loss=summary["loss"], weight=summary["weight"])
+        book.open()
+        self._add_gradients(gradients, summary["gradient_weight"], info)
+        self._tally(summary, before | summary["logs"] | book.take())
+        return ops.stack([summary["loss"], summary["weight"]])
+
+    def _summary(self, measured, weighing, logs):
+        """What must leave the differentiated function, as tensors."""
+        means = measured.means()
+        return {
+            "loss": total_loss(
+                means, measured.weighted, measured.regularization
+            ),
+            "means": means,
+            "denominators": measured.denominators(),
+            "regularization": measured.regularization,
+            "weight": measured.weight,
+            "gradient_weight": gradient_weight(measured.weighted, weighing),
+            "samples": measured.samples,
+            "logs": logs,
+        }
+
+    def _add_gradients(self, gradients, weight, info):
+        factor = weight
+        if self._loss_scale is not None:
+            factor = factor / self._state.loss_scale
+        if self._hooks.overrides("on_accumulate"):
+            gradients = self._unscaled(gradients)
+            gradients = self._hooks.on_accumulate(gradients, info)
+            factor = weight
+        for position, gradient in enumerate(gradients):
+            if gradient is None:
+                self._unused.add(position)
+                continue
+            gradient = ops.cast(gradient, "float32") * factor
+            self._backend.add_to(self._accumulators[position], gradient)
+
+    def _unscaled(self, gradients):
+        """Fill in zeros and undo the loss scale, for hooks."""
+        variables = self._model.trainable_variables
+        scale = 1.0 / self._state.loss_scale
+        return [
+            ops.zeros(v.shape, "float32")
+            if g is None
+            else ops.cast(g, "float32") * scale
+            for g, v in zip(gradients, variables)
+        ]
+
+    def _tally(self, summary, logs):
+        is_sum = [loss.is_sum for loss in self._losses]
+        weights = summary["denominators"]
+        counted = ops.where(is_sum, ops.ones_like(weights), weights)
+        self._window.add(
+            summary["means"] * counted,
+            ops.where(is_sum, ops.zeros_like(weights), weights),
+            [
+                summary["regularization"],
+                summary["gradient_weight"],
+                summary["samples"],
+            ],
+        )
+        self._window.add_logs(logs)
+
+    def _apply(self, micro_batches, weighing):
+        state, hooks = self._state, self._hooks
+        count = ops.cast(micro_batches, "float32")
+        means, denominators, regularization, weight, samples = (
+            self._window_sums(count)
+        )
+        loss = total_loss(means, self._losses, regularization)
+        info = Info(
+            update=state.updates.value,
+            epoch=state.epoch.value,
+            micro_batches=micro_batches,
+            loss=loss,
+            total_weight=weight,
+            loss_scale=state.loss_scale.value,
+        )
+        divisor = gradient_divisor(
+            weighing, total_weight=weight, micro_batches=count
+        )
+        gradients = [
+            ops.divide_no_nan(accumulator, divisor)
+            for accumulator in self._accumulators
+        ]
+        norm = _global_norm(gradients)
+        is_finite = ops.isfinite(norm)
+        hooks._log_book.open()
+        if hooks.overrides("on_apply"):
+            gradients = hooks.on_apply(gradients, info)
+            is_finite = ops.logical_and(
+                is_finite, ops.isfinite(_global_norm(gradients))
+            )
+        self._window.add_logs(hooks._log_book.take())
+        lr = ops.cast(self._optimizer.learning_rate, "float32")
+        scale = ops.convert_to_tensor(state.loss_scale)
+        self._backend.cond(
+            is_finite,
+            lambda: self._commit(gradients, info, means, denominators),
+            self._forget,
+        )
+        if self._loss_scale is not None:
+            new_scale, good = next_scale(
+                scale, state.good_windows.value, is_finite, self._loss_scale
+            )
+            state.loss_scale.assign(new_scale)
+            state.good_windows.assign(good)
+        state.micro_batches.assign(state.micro_batches + micro_batches)
+        window = self._window_logs(loss, means) | {
+            "learning_rate": lr,
+            "gradient_norm": norm,
+            "loss_scale": scale,
+        }
+        self._window.clear()
+        for accumulator in self._accumulators:
+            accumulator.assign(ops.zeros_like(accumulator))
+        return {
+            "window": window,
+            "running": self.running_logs(),
+            "counters": {
+                "applied": ops.cast(is_finite, "int32"),
+                "updates": state.updates.value,
+                "skipped_updates": state.skipped_updates.value,
+                "consecutive_skips": state.consecutive_skips.value,
+            },
+        }
+
+    def _window_sums(self, micro_batches):
+        numerators, denominators = self._window.losses()
+        regularization, weight, samples = self._window.extras()
+        is_sum = [loss.is_sum for loss in self._losses]
+        means = ops.where(
+            is_sum, numerators, window_means(numerators, denominators)
+        )
+        regularization = regularization / micro_batches
+        return means, denominators, regularization, weight, samples
+
+    def _commit(self, gradients, info, means, denominators):
+        """Make the update; every clock that counts updates moves."""
+        state = self._state
+        self._optimizer.apply(
+            self._for_optimizer(gradients), self._model.trainable_variables
+        )
+        state.updates.assign(state.updates + 1)
+        state.consecutive_skips.assign(
+            ops.zeros_like(state.consecutive_skips)
+        )
+        self._hooks._log_book.open()
+        self._hooks.after_apply(info)
+        self._window.add_logs(self._hooks._log_book.take())
+        regularization, _, samples = self._window.extras()
+        count = ops.cast(info.micro_batches, "float32")
+        is_sum = [loss.is_sum for loss in self._losses]
+        weights = ops.where(is_sum, samples, denominators)
+        self._epoch.add(
+            means * weights,
+            weights,
+            [samples * regularization / count, samples, samples],
+        )
+        self._epoch.add_logs(self._window.logs())
+
+    def _forget(self):
+        """Put back what the window changed; random streams stay advanced."""
+        state = self._state
+        for variable, start in zip(self._undoable, self._start):
+            variable.assign(start)
+        state.skipped_updates.assign(state.skipped_updates + 1)
+        state.consecutive_skips.assign(state.consecutive_skips + 1)
+
+    def _for_optimizer(self, gradients):
+        """Leave unused variables out, as Keras does, unless a hook looked."""
+        if any(map(self._hooks.overrides, ("on_accumulate", "on_apply"))):
+            return gradients
+        return [
+            None if position in self._unused else gradient
+            for position, gradient in enumerate(gradients)
+        ]
+
+    def _window_logs(self, loss, means):
+        logs = {"loss": loss}
+        for name in visible_names(self.loss_names):
+            logs[name] = means[self.loss_names.index(name)]
+        values = self._window.logs()
+        return logs | {name: value for name, (value, _) in values.items()}
+
+    def running_logs(self):
+        """Read the epoch so far: losses, metrics, logged values."""
+        means = window_means(*self._epoch.losses())
+        regularization, weight, _ = self._epoch.extras()
+        regularization = ops.divide_no_nan(regularization, weight)
+        logs = {"loss": total_loss(means, self._losses, regularization)}
+        for name in visible_names(self.loss_names):
+            logs[name] = means[self.loss_names.index(name)]
+        logs |= metric_results(self._model)
+        values = self._epoch.logs()
+        return logs | {name: value for name, (value, _) in values.items()}
+
+
+def _global_norm(gradients):
+    squares = [ops.sum(ops.square(g)) for g in gradients]
+    return ops.sqrt(sum(squares[1:], start=squares[0]))
+
+
+def _check_batch(given, returned):
+    try:
+        tree.assert_same_structure(given, returned)
+    except (ValueError, TypeError) as error:
+        raise TypeError(
+            errors.WRONG_STRUCTURE.format(
+                hook="on_micro_batch",
+                rule="a Batch of the structure it was given",
+                received=tree.map_structure(lambda leaf: "*", returned),
+            )
+        ) from error
+
+
+def _check_gradients(hook, given, returned):
+    rule = f"one gradient per trainable variable ({len(given)})"
+    if not isinstance(returned, (list, tuple)) or len(returned) != len(given):
+        received = type(returned).__name__
+        if isinstance(returned, (list, tuple)):
+            received = f"{received} of {len(returned)}"
+        raise TypeError(
+            errors.WRONG_STRUCTURE.format(
+                hook=hook, rule=rule, received=received
+            )
+        )
+    for position, (old, new) in enumerate(zip(given, returned)):
+        if tuple(old.shape) != tuple(new.shape):
+            raise TypeError(
+                errors.WRONG_STRUCTURE.format(
+                    hook=hook,
+                    rule=f"a gradient of shape {tuple(old.shape)} in place "
+                    f"{position}",
+                    received=f"shape {tuple(new.shape)}",
+                )
+            )
