@@ -1,0 +1,133 @@
+"""The private Keras names in `keras_api.py` still do what they are used for."""
+
+import runpy
+
+import numpy as np
+import pytest
+
+from accumtrainer import keras_api
+from accumtrainer.keras_api import keras, ops
+
+
+class TwoDense(keras.layers.Layer):
+    """A subclassed layer that keeps one layer in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = keras.layers.Dense(2)
+        self.others = [keras.layers.Dense(2)]
+
+    def call(self, x):
+        return self.others[0](self.first(x))
+
+
+def test_flatten_layers_reaches_layers_inside_a_subclassed_layer():
+    block = TwoDense()
+    model = keras.Sequential([keras.Input((3,)), block])
+
+    layers = keras_api.flatten_layers(model)
+
+    assert block.first in layers
+    assert block.others[0] in layers
+
+
+def test_flatten_layers_reaches_layers_inside_a_nested_model():
+    dense = keras.layers.Dense(2)
+    inner = keras.Sequential([keras.Input((3,)), dense])
+    inputs = keras.Input((3,))
+    model = keras.Model(inputs, inner(inputs))
+
+    assert dense in keras_api.flatten_layers(model)
+
+
+def test_flatten_layers_lists_parents_before_children():
+    block = TwoDense()
+    model = keras.Sequential([keras.Input((3,)), block])
+
+    layers = keras_api.flatten_layers(model)
+
+    assert layers[0] is model
+    assert layers.index(block) < layers.index(block.first)
+
+
+def test_keras_mask_is_the_one_an_embedding_attached():
+    embedding = keras.layers.Embedding(5, 2, mask_zero=True)
+
+    mask = keras_api.keras_mask(embedding(np.array([[1, 4, 0]])))
+
+    np.testing.assert_array_equal(
+        ops.convert_to_numpy(mask), [[True, True, False]]
+    )
+
+
+def test_keras_mask_reaches_the_outputs_of_a_model():
+    model = keras.Sequential(
+        [
+            keras.Input((3,), dtype="int32"),
+            keras.layers.Embedding(5, 2, mask_zero=True),
+            keras.layers.Dense(1),
+        ]
+    )
+
+    mask = keras_api.keras_mask(model(np.array([[1, 4, 0]])))
+
+    np.testing.assert_array_equal(
+        ops.convert_to_numpy(mask), [[True, True, False]]
+    )
+
+
+def test_keras_mask_of_a_tensor_without_one_is_none():
+    assert keras_api.keras_mask(ops.ones((2, 3))) is None
+
+
+def test_compiled_arguments_are_the_objects_given_to_compile():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    loss = keras.losses.MeanSquaredError()
+    metrics = [keras.metrics.MeanAbsoluteError()]
+    weighted_metrics = [keras.metrics.MeanSquaredError()]
+    model.compile(
+        loss=loss,
+        loss_weights=2.0,
+        metrics=metrics,
+        weighted_metrics=weighted_metrics,
+    )
+
+    arguments = keras_api.compiled_arguments(model)
+
+    assert arguments["loss"] is loss
+    assert arguments["loss_weights"] == 2.0
+    assert arguments["metrics"][0] is metrics[0]
+    assert arguments["weighted_metrics"][0] is weighted_metrics[0]
+
+
+def test_compiled_arguments_keep_a_loss_function_as_it_is():
+    def my_loss(y_true, y_pred):
+        return ops.mean(ops.abs(y_true - y_pred), axis=-1)
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(loss=my_loss)
+
+    assert keras_api.compiled_arguments(model)["loss"] is my_loss
+
+
+def test_compiled_arguments_are_none_where_nothing_was_given():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(loss="mse")
+
+    assert keras_api.compiled_arguments(model) == {
+        "loss": "mse",
+        "loss_weights": None,
+        "metrics": None,
+        "weighted_metrics": None,
+    }
+
+
+def test_backend_is_the_one_keras_computes_with():
+    assert keras.backend.backend() == keras_api.BACKEND
+
+
+def test_an_unknown_keras_is_refused_with_the_remedy(monkeypatch):
+    monkeypatch.setenv("ACCUMTRAINER_KERAS", "theano")
+
+    with pytest.raises(ImportError, match="ACCUMTRAINER_KERAS='theano'. Unset"):
+        runpy.run_path(keras_api.__file__)

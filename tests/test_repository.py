@@ -1,0 +1,323 @@
+"""What the house style asks of the whole repository, read from its files."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import accumtrainer
+from accumtrainer import keras_api
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "accumtrainer"
+CALLBACKS = ROOT / "callbacks"
+
+# The modules of the package; each imports only from those above it. What lies
+# in `steps/` counts as one. A new file goes where its imports allow.
+MODULE_ORDER = (
+    "errors",
+    "keras_api",
+    "config",
+    "fit_options",
+    "progress",
+    "batches",
+    "sources",
+    "losses",
+    "accumulation",
+    "loss_scale",
+    "hooks",
+    "objective",
+    "state",
+    "construction",
+    "window",
+    "evaluation",
+    "steps",
+    "callback",
+    "progress_bar",
+    "checkpoint",
+    "loop",
+    "trainer",
+    "__init__",
+)
+
+BACKENDS = {"tensorflow", "jax", "torch"}
+OPTIONAL_TOOLS = {"wandb", "matplotlib"}
+
+# Named tuples spell their public methods with an underscore.
+PUBLIC_DESPITE_UNDERSCORE = {"_asdict", "_fields", "_make", "_replace"}
+
+
+def python_files(*folders):
+    """List the Python files below folders, sorted."""
+    return sorted(file for folder in folders for file in folder.rglob("*.py"))
+
+
+PACKAGE_FILES = python_files(PACKAGE)
+CALLBACK_FILES = python_files(CALLBACKS)
+SHIPPED_FILES = PACKAGE_FILES + CALLBACK_FILES
+ALL_FILES = SHIPPED_FILES + python_files(
+    ROOT / "tests", ROOT / "examples", ROOT / "benchmarks"
+)
+
+
+def each(files):
+    """Parametrize a test by files, named as they stand in the repository."""
+    return pytest.mark.parametrize(
+        "file", files, ids=[str(file.relative_to(ROOT)) for file in files]
+    )
+
+
+def read_tree(file):
+    """Parse a file."""
+    return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
+
+
+def imported_names(file):
+    """List every name a file imports, anywhere in it, with its full path.
+
+    Example: `from accumtrainer.keras_api import ops` gives
+    `accumtrainer.keras_api.ops`; `from . import errors` in the package gives
+    `accumtrainer.errors`.
+    """
+    names = []
+    for node in ast.walk(read_tree(file)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            origin = origin_of(node, file)
+            names += [f"{origin}.{alias.name}" for alias in node.names]
+    return names
+
+
+def origin_of(node, file):
+    """Name the module a `from` import reads, with leading dots resolved."""
+    if node.level == 0:
+        return node.module
+    folders = file.relative_to(ROOT).parts[:-1]
+    if folders[0] == "callbacks":
+        folders = ("accumtrainer", *folders)
+    above = folders[: len(folders) - (node.level - 1)]
+    return ".".join([*above, node.module] if node.module else above)
+
+
+def module_of(file):
+    """Name the place of a package's file in `MODULE_ORDER`."""
+    return file.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def refused_import(module, name):
+    """Return whether `module` of the package may not import `name`."""
+    package, _, rest = name.partition(".")
+    target = rest.partition(".")[0]
+    if package != "accumtrainer" or module == target == "steps":
+        return False
+    above = MODULE_ORDER[: MODULE_ORDER.index(module)]
+    return target not in above
+
+
+class PrivateName(NamedTuple):
+    """A private name that a file takes from an object not its own."""
+
+    name: str
+    line: int
+
+
+def defined_names(file):
+    """Collect the methods and attributes that the classes of a file define."""
+    names = set()
+    for node in ast.walk(read_tree(file)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.Attribute) and is_own(node.value):
+            is_assigned = isinstance(node.ctx, ast.Store)
+            names.update({node.attr} if is_assigned else set())
+    return names
+
+
+def private_names(file):
+    """List the private names of other objects that a file reaches for."""
+    return [
+        PrivateName(name, node.lineno)
+        for node in ast.walk(read_tree(file))
+        for name in [reached_name(node)]
+        if is_private(name)
+    ]
+
+
+def reached_name(node):
+    """Name what a node takes from an object that is not its own, or ''."""
+    if isinstance(node, ast.Attribute) and not is_own(node.value):
+        return node.attr
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+        attribute = node.args[1]
+        return attribute.value if isinstance(attribute, ast.Constant) else ""
+    return ""
+
+
+def is_own(node):
+    """Return whether a node stands for the object or class being defined."""
+    return ast.unparse(node) in ("self", "cls", "super()")
+
+
+def is_private(name):
+    """Return whether a name asks not to be used from outside."""
+    magic = name.startswith("__") and name.endswith("__")
+    return (
+        name.startswith("_")
+        and not magic
+        and name not in PUBLIC_DESPITE_UNDERSCORE
+    )
+
+
+def is_public_name(name):
+    """Return whether a callback may import `name` from the package."""
+    module, _, attribute = name.rpartition(".")
+    if module.startswith("accumtrainer.callbacks"):
+        return not attribute.startswith("_")
+    public = {
+        "accumtrainer": [*accumtrainer.__all__, "callbacks"],
+        "accumtrainer.keras_api": keras_api.__all__,
+    }
+    return attribute in public.get(module, [])
+
+
+def run_python(code):
+    """Run code in a fresh interpreter and return what it printed."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"KERAS_BACKEND": keras_api.BACKEND},
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout.strip()
+
+
+def test_importing_loads_no_tool_and_no_backend_that_keras_had_not_loaded():
+    printed = run_python(
+        f"""if True:
+        import sys, {keras_api.KERAS_NAME}
+        before = set(sys.modules)
+        import accumtrainer, accumtrainer.callbacks
+        heavy = {BACKENDS | OPTIONAL_TOOLS}
+        print(heavy.intersection(set(sys.modules) - before))
+        """
+    )
+    assert printed == "set()"
+
+
+def test_importing_works_without_the_tools_and_the_other_backends():
+    absent = (BACKENDS | OPTIONAL_TOOLS) - {keras_api.BACKEND}
+    printed = run_python(
+        f"""if True:
+        import sys
+        class Absent:
+            def find_spec(self, name, path=None, target=None):
+                if name in {absent}:
+                    raise ModuleNotFoundError(name)
+        sys.meta_path.insert(0, Absent())
+        import accumtrainer, accumtrainer.callbacks
+        print("imported")
+        """
+    )
+    assert printed == "imported"
+
+
+@each(SHIPPED_FILES)
+def test_only_the_backend_files_in_steps_import_a_backend(file):
+    imported = {name.partition(".")[0] for name in imported_names(file)}
+    allowed = {file.stem} if file.parent == PACKAGE / "steps" else set()
+    assert not (imported & BACKENDS) - allowed
+
+
+@each([file for file in SHIPPED_FILES if file != PACKAGE / "keras_api.py"])
+def test_keras_is_imported_through_keras_api(file):
+    imported = {name.partition(".")[0] for name in imported_names(file)}
+    assert not imported & {"keras", "keras_core"}
+
+
+@each(PACKAGE_FILES)
+def test_package_file_has_its_place_in_the_module_order(file):
+    assert module_of(file) in MODULE_ORDER, (
+        f"{file.name} has no place in MODULE_ORDER of this test. "
+        f"Add {module_of(file)!r} below every module it imports and above "
+        "every module that imports it."
+    )
+
+
+@each([file for file in PACKAGE_FILES if module_of(file) in MODULE_ORDER])
+def test_package_file_imports_only_modules_above_it(file):
+    module = module_of(file)
+    refused = [
+        name for name in imported_names(file) if refused_import(module, name)
+    ]
+    assert not refused, (
+        f"{module} may import only what stands above it in MODULE_ORDER. "
+        f"Received: {refused}. Move the code that both need further up."
+    )
+
+
+@each(CALLBACK_FILES)
+def test_callback_file_imports_only_public_names(file):
+    refused = [
+        name
+        for name in imported_names(file)
+        if name.partition(".")[0] == "accumtrainer" and not is_public_name(name)
+    ]
+    assert not refused
+
+
+@each([file for file in PACKAGE_FILES if file != PACKAGE / "keras_api.py"])
+def test_private_names_of_other_libraries_are_left_alone(file):
+    ours = set().union(*map(defined_names, PACKAGE_FILES))
+    assert not [
+        found for found in private_names(file) if found.name not in ours
+    ]
+
+
+@each(CALLBACK_FILES)
+def test_callback_file_leaves_private_names_of_others_alone(file):
+    assert not private_names(file)
+
+
+@each(ALL_FILES)
+def test_keras_src_is_left_alone(file):
+    assert not re.search(r"\bkeras(_core)?\.s" + r"rc\b", file.read_text())
+
+
+@each(ALL_FILES)
+def test_file_leaves_nothing_to_do(file):
+    found = re.findall(r"\b(?:TO" + r"DO|FIX" + r"ME)\b", file.read_text())
+    assert not found
+
+
+@each(SHIPPED_FILES)
+def test_file_has_a_module_docstring(file):
+    assert ast.get_docstring(read_tree(file))
+
+
+def test_every_folder_of_the_package_is_installed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    folders = {file.parent.relative_to(ROOT) for file in PACKAGE_FILES}
+    names = {".".join(folder.parts) for folder in folders}
+    installed = project["tool"]["setuptools"]["packages"]
+    assert set(installed) == names | {"accumtrainer.callbacks"}
+
+
+def test_changelog_leads_with_the_version_in_pyproject():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    newest = re.search(r"^## (\S+)", changelog, flags=re.MULTILINE)
+    assert newest and newest[1] == project["project"]["version"]
+
+
+def test_constraints_are_exact_versions_and_nothing_else():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if not line.startswith("#")]
+    wrong = [pin for pin in pins if not re.fullmatch(r"[a-z0-9-]+==\S+", pin)]
+    assert pins and not wrong
