@@ -1,0 +1,1 @@
+"""Ready-made callbacks, installed as `accumtrainer.callbacks`."""
