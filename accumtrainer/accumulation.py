@@ -59,9 +59,7 @@ def choose_weighing(losses, *, combine, is_even):
     if len(means) == 1 and len(losses) == 1:
         return Weighing(rule="denominator")
     all_alike = is_even and all(loss.is_uniform for loss in means)
-    return Weighing(
-        rule="balance", needs_totals=bool(means) and not all_alike
-    )
+    return Weighing(rule="balance", needs_totals=bool(means) and not all_alike)
 
 
 def loss_factors(losses, weighing, *, micro_batches, totals):
@@ -97,7 +95,7 @@ def _balance(loss, weighing, micro_batches, totals, position):
 
 
 def gradient_weight(losses, weighing):
-    """The weight of one micro-batch's gradient in the window's sum.
+    """Weigh one micro-batch's gradient in the window's sum.
 
     Args:
         losses: list of `WeightedLoss`.
@@ -112,7 +110,7 @@ def gradient_weight(losses, weighing):
 
 
 def gradient_divisor(weighing, *, total_weight, micro_batches):
-    """What the window's weighted sum of gradients is divided by.
+    """Choose what the window's weighted sum of gradients is divided by.
 
     Args:
         weighing: `Weighing`.

@@ -114,7 +114,8 @@ def _as_array(leaf, name):
         )
     if type(leaf).__module__.startswith("pandas") and array.ndim == 1:
         array = array[:, None]
-    if keras.backend.is_float_dtype(str(array.dtype)):
+    # By name, because bfloat16 is no float to NumPy.
+    if "float" in array.dtype.name:
         return array.astype(keras.config.floatx(), copy=False)
     return array
 
@@ -156,7 +157,7 @@ def unpack(item):
             f"Received: {type(item).__name__} of {len(parts)} parts. Put "
             "several inputs into one tuple or dict: ((x1, x2), y)."
         )
-    named = zip(Batch._fields, parts, strict=False)
+    named = zip(Batch._fields[: len(parts)], parts, strict=True)
     return Batch(*(as_arrays(part, name) for name, part in named))
 
 

@@ -60,6 +60,9 @@ class Callback(keras.callbacks.Callback):
         model: the `keras.Model` in training.
         params: dict with the run's `epochs` and `steps`.
         trainer: the `Trainer`, or `None` before one has set it.
+        looks_at_model: whether its hooks read or write the model. Say
+            `False` in a class whose hooks do not, and JAX need not make the
+            model's variables current for them.
 
     Example:
         >>> class PrintUpdates(Callback):
@@ -70,6 +73,7 @@ class Callback(keras.callbacks.Callback):
     """
 
     trainer = None
+    looks_at_model = True
 
     def set_trainer(self, trainer):
         """Tell the callback which Trainer it watches."""
@@ -311,6 +315,13 @@ class Dispatcher:
     def listens(self, name):
         """Say whether any callback overrides the hook called `name`."""
         return bool(self._listeners[name])
+
+    def looks(self, name):
+        """Say whether a callback at this hook may look at the model."""
+        return any(
+            getattr(callback, "looks_at_model", True)
+            for callback in self._listeners[name]
+        )
 
     def call(self, name, *args):
         """Call one hook of every callback that overrides it.

@@ -8,9 +8,16 @@ import difflib
 from dataclasses import replace
 
 from accumtrainer import errors
+from accumtrainer.callback import HOOKS as CALLBACK_HOOKS
 from accumtrainer.config import LossScale
 from accumtrainer.hooks import HOOK_NAMES, overrides_compute_loss
-from accumtrainer.keras_api import compiled_arguments, flatten_layers, keras
+from accumtrainer.keras_api import (
+    compiled_arguments,
+    flatten_layers,
+    is_known_to,
+    keras,
+    tree,
+)
 
 # Methods of other trainers, and what does their work here.
 REPLACEMENTS = {
@@ -50,7 +57,9 @@ def check_subclass(trainer_type, base):
     for name in sorted(set().union(*own) - known):
         if name in REPLACEMENTS:
             remedy = f"Its work is done by {REPLACEMENTS[name]}."
-        elif name.startswith("on_") or name == "after_update":
+        elif name in CALLBACK_HOOKS:
+            remedy = f"Its work is done by a callback's {name}."
+        elif name.startswith(("on_", "after_")):
             close = difflib.get_close_matches(name, HOOK_NAMES, n=1, cutoff=0)
             remedy = f"Did you mean {close[0]}?"
         else:
@@ -120,7 +129,7 @@ def resolve_optimizer(model, optimizer):
         if isinstance(optimizer, scaling):
             loss_scale = _carried_loss_scale(optimizer)
             optimizer = optimizer.inner_optimizer
-    optimizer = keras.optimizers.get(optimizer)
+    optimizer = _get(keras.optimizers.get, "optimizer", optimizer, "'adam'")
     if isinstance(optimizer, scaling):
         raise ValueError(errors.HAND_MADE_LOSS_SCALE_OPTIMIZER)
     steps = getattr(optimizer, "gradient_accumulation_steps", None)
@@ -132,7 +141,24 @@ def resolve_optimizer(model, optimizer):
             f"loss_scale_factor={optimizer.loss_scale_factor}. Make it "
             "without, and use Trainer(loss_scale=LossScale(initial=...))."
         )
+    for variable in model.trainable_variables:
+        if not is_known_to(optimizer, variable):
+            raise ValueError(
+                errors.OPTIMIZER_OF_OTHERS.format(variable=variable.path)
+            )
     return optimizer, loss_scale
+
+
+def _get(get, name, value, example):
+    """Look up what may be given by name, refusing what Keras refuses."""
+    try:
+        return get(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name} must be what keras.{name.rstrip('s')}s.get understands. "
+            f"Received: {name}={value!r}. Write for example "
+            f"{name}={example}."
+        ) from error
 
 
 def _carried_loss_scale(optimizer):
@@ -207,6 +233,10 @@ def check_loss(hooks, arguments):
     model = hooks.model
     has_own = hooks.overrides("compute_loss") or overrides_compute_loss(model)
     has_added = not model.built or bool(model.losses)
+    for leaf in tree.flatten(arguments["loss"]):
+        if str(leaf).lower() not in ("crossentropy", "ce"):
+            get = keras.losses.get
+            _get(get, "loss", leaf, "'sparse_categorical_crossentropy'")
     if arguments["loss"] is None and not has_own and not has_added:
         raise ValueError(
             "loss must be given. Received: loss=None for a model that was "
@@ -215,12 +245,12 @@ def check_loss(hooks, arguments):
         )
 
 
-def check_options(*, denominator, max_consecutive_skips, jit_compile, seed):
+def check_options(
+    *, denominator, max_consecutive_skips, jit_compile, run_eagerly, seed
+):
     """Refuse options of the wrong kind."""
     if not (
-        denominator is None
-        or denominator == "samples"
-        or callable(denominator)
+        denominator is None or denominator == "samples" or callable(denominator)
     ):
         raise TypeError(
             "denominator must be None, 'samples' or a function of a batch. "
@@ -233,6 +263,12 @@ def check_options(*, denominator, max_consecutive_skips, jit_compile, seed):
         raise TypeError(
             "jit_compile must be 'auto', True or False. Received: "
             f"jit_compile={jit_compile!r}. Use 'auto' to have it chosen."
+        )
+    if not isinstance(run_eagerly, bool):
+        raise TypeError(
+            "run_eagerly must be True or False. Received: "
+            f"run_eagerly={run_eagerly!r}. Use True to run without compiling, "
+            "for debugging."
         )
     if seed is not None:
         _check_whole("seed", seed, minimum=0)

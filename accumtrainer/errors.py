@@ -39,9 +39,10 @@ LOGGED_TWICE = (
 WRONG_STRUCTURE = "{hook} must return {rule}. Received: {received}."
 
 UNSUPPORTED_BACKEND = (
-    "Keras must run on a supported backend: tensorflow. Received: "
-    "KERAS_BACKEND={backend!r}. Set KERAS_BACKEND=tensorflow before Keras is "
-    "imported and install accumtrainer[tensorflow]."
+    "Keras must run on a supported backend: tensorflow or jax. Received: "
+    "KERAS_BACKEND={backend!r}. Set KERAS_BACKEND=tensorflow or jax before "
+    "Keras is imported, and install accumtrainer[tensorflow] or "
+    "accumtrainer[jax]."
 )
 
 NOT_AN_ARRAY = (
@@ -90,6 +91,12 @@ OPTIMIZER_ACCUMULATES = (
     "optimizer must not accumulate gradients itself, or they would be "
     "accumulated twice. Received: gradient_accumulation_steps={steps}. Make "
     "the optimizer without, and use Trainer(accumulation={steps})."
+)
+
+OPTIMIZER_OF_OTHERS = (
+    "optimizer must be new, or have been built for the model's trainable "
+    "variables. Received: an optimizer built for other variables, which does "
+    "not know {variable!r}. Give an optimizer that has not been used."
 )
 
 TRAINABLE_CHANGED = (

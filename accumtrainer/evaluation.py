@@ -1,5 +1,7 @@
 """What validation and prediction compute, told once for every backend."""
 
+import numpy as np
+
 from accumtrainer.accumulation import window_means
 from accumtrainer.hooks import Info
 from accumtrainer.keras_api import ops
@@ -34,8 +36,10 @@ class EvaluationProgram:
 
     def build(self, batch):
         """Learn from one batch which losses and logged values there are."""
+        if self._tally is not None:
+            return
+        self.build_model(batch)
         book = self._hooks._log_book
-        self._reductions = book.reductions
         training_reductions, book.reductions = book.reductions, {}
         with Scratch(self._known_variables()):
             self._backend.trace(self._survey, batch)
@@ -48,6 +52,8 @@ class EvaluationProgram:
 
     def build_model(self, batch):
         """Create the variables of a model that has none yet."""
+        if self._model.built:
+            return
         with Scratch([]):
             self._backend.trace(self._hooks.predict_step, batch)
 
@@ -58,11 +64,6 @@ class EvaluationProgram:
         self._losses = measured.weighted
         self._names = list(measured.losses)
         return measured.means()
-
-    @property
-    def is_built(self):
-        """Whether `build` has been called."""
-        return self._tally is not None
 
     def _known_variables(self):
         return [
@@ -75,7 +76,7 @@ class EvaluationProgram:
     @property
     def variables(self):
         """Every variable an evaluation reads or changes, each once."""
-        tally = self._tally.variables if self.is_built else []
+        tally = self._tally.variables if self._tally else []
         variables = [*self._known_variables(), *tally]
         return list({id(v): v for v in variables}.values())
 
@@ -98,7 +99,7 @@ class EvaluationProgram:
         measured = self._objective.measure(batch, self._info())
         logs = self._hooks._log_book.take()
         means = measured.means()
-        is_sum = [loss.is_sum for loss in measured.weighted]
+        is_sum = np.array([loss.is_sum for loss in measured.weighted])
         weights = ops.where(is_sum, measured.samples, measured.denominators())
         samples = measured.samples
         self._tally.add(

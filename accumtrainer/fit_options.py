@@ -7,9 +7,32 @@ from typing import Any
 
 from accumtrainer.config import (
     Every,
+    require_choice,
     require_count,
     require_number,
 )
+
+
+def check_verbose(verbose):
+    """Refuse what Keras does not know as `verbose`.
+
+    Raises:
+        ValueError: it is none of 0, 1, 2 and `"auto"`.
+    """
+    require_choice(
+        "verbose", verbose, (0, 1, 2, "auto"), "Use 0 to print nothing."
+    )
+
+
+def check_steps(name, value):
+    """Refuse a number of loader batches that is no number.
+
+    Raises:
+        TypeError: it is no whole number.
+        ValueError: it is smaller than 1.
+    """
+    if value is not None:
+        require_count(name, value, "Leave it out to use all of the data.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -103,7 +103,16 @@ class Hooks:
     """What a Trainer does to a window, each part open to a subclass."""
 
     model: Any
+    optimizer: Any
+    accumulation: Any
     rng: Any
+    _compiled_loss: Any
+    _denominator: Any
+    _guessed_denominator: bool
+    _log_book: LogBook
+    _model_computes_loss: bool
+    _model_takes_training: bool
+    _must_weigh: bool
 
     def on_micro_batch(self, batch, info):
         """Change a micro-batch before the forward pass, in training only.

@@ -27,6 +27,7 @@ __all__ = [
     "compiled_arguments",
     "copy_mask",
     "flatten_layers",
+    "is_known_to",
     "keras",
     "keras_mask",
     "ops",
@@ -47,6 +48,18 @@ def flatten_layers(model):
         List of layers, the given one first.
     """
     return list(model._flatten_layers())
+
+
+def is_known_to(optimizer, variable):
+    """Say whether an optimizer can update a variable.
+
+    One that is not built yet will know any variable. Keras keeps those a
+    built one knows under a private name, and refuses others only when the
+    update is made.
+    """
+    if not optimizer.built:
+        return True
+    return any(known is variable for known in optimizer._trainable_variables)
 
 
 def keras_mask(tensor):

@@ -1,5 +1,6 @@
 """The story of a fit: windows, updates, validations, epochs, the end."""
 
+import contextlib
 import itertools
 import math
 import time
@@ -7,6 +8,8 @@ import time
 from accumtrainer.batches import windows
 from accumtrainer.callback import Logs
 from accumtrainer.config import updates_per_epoch
+from accumtrainer.fit_options import check_steps
+from accumtrainer.signals import Interruption
 from accumtrainer.sources import make_source
 
 
@@ -21,6 +24,8 @@ class Validation:
     """
 
     def __init__(self, data, *, batch_size, steps):
+        check_steps("validation_steps", steps)
+        check_steps("validation_batch_size", batch_size)
         named = data if isinstance(data, dict) else {"": data}
         self._sources = {
             f"{name}_" if name else "": _validation_source(
@@ -52,6 +57,12 @@ class Validation:
 def _validation_source(data, batch_size, steps):
     arrays = data if isinstance(data, tuple) else (data,)
     batch_size = batch_size if isinstance(data, tuple) else None
+    if not 1 <= len(arrays) <= 3:
+        raise ValueError(
+            "validation_data must be (x, y), (x, y, sample_weight), what "
+            "yields such batches, or a dict of these by name. Received: a tuple of "
+            f"{len(arrays)} parts. Put several inputs into one tuple or dict."
+        )
     return make_source(
         *arrays, batch_size=batch_size, shuffle=False, steps=steps
     )
@@ -94,6 +105,7 @@ class FitLoop:
         self._source = source
         self._validation = validation
         self._dispatcher = dispatcher
+        self._interruption = Interruption()
         self._carried = []
         self._before = trainer.progress
         self._validated = self._before
@@ -118,14 +130,29 @@ class FitLoop:
         announce(self.describe(first))
         upcoming = itertools.chain([first], upcoming)
         self._begun = time.monotonic()
-        with self._dispatcher.training():
-            for epoch in itertools.takewhile(self._should_begin, epochs):
-                self._run_epoch(epoch, upcoming)
-                upcoming = self._windows(epoch + 1)
+        with self._interruption.deferred(), self._dispatcher.training():
+            with self._published_at_the_end():
+                for epoch in itertools.takewhile(self._should_begin, epochs):
+                    self._run_epoch(epoch, upcoming)
+                    upcoming = self._windows(epoch + 1)
             trainer.optimizer.finalize_variable_values(
                 trainer.model.trainable_variables
             )
         return self._dispatcher.history
+
+    @contextlib.contextmanager
+    def _published_at_the_end(self):
+        """Leave the model current, however training ends."""
+        try:
+            yield
+        finally:
+            self._trainer.publish()
+
+    def _tell(self, hook, *arguments):
+        """Call a hook, with the model current for whoever looks at it."""
+        if self._dispatcher.looks(hook):
+            self._trainer.publish()
+        self._dispatcher.call(hook, *arguments)
 
     def describe(self, first):
         """Say in one line what will happen.
@@ -167,7 +194,7 @@ class FitLoop:
         )
 
     def _updates(self):
-        """Updates made, asked for only where the window's size needs it."""
+        """Count the updates made, only where the window's size needs it."""
         if callable(self._trainer.accumulation.steps):
             return self._trainer.progress.updates
         return 0
@@ -195,10 +222,11 @@ class FitLoop:
         trainer, dispatcher = self._trainer, self._dispatcher
         trainer.start_epoch(epoch)
         self._validation_logs = {}
-        dispatcher.call("on_epoch_begin", epoch, {})
+        self._tell("on_epoch_begin", epoch, {})
         for index, window in enumerate(upcoming):
             self._run_update(index, window)
             self._validate_if_due()
+            self._interruption.check()
             if self._should_stop():
                 break
         trainer.finish_epoch()
@@ -206,12 +234,12 @@ class FitLoop:
         if self._validation and self._options.validates_after(epoch):
             self._validate()
         logs |= self._validation_logs
-        dispatcher.call("on_epoch_end", epoch, logs)
+        self._tell("on_epoch_end", epoch, logs)
         dispatcher.last_logs = logs
 
     def _run_update(self, index, window):
         trainer, dispatcher = self._trainer, self._dispatcher
-        dispatcher.call("on_train_batch_begin", index, {})
+        self._tell("on_train_batch_begin", index, {})
         report = trainer.run_window(window)
         if dispatcher.listens("on_micro_batch") or dispatcher.listens(
             "on_accumulate"
@@ -220,15 +248,15 @@ class FitLoop:
         trainer.count_window(window)
         if dispatcher.listens("on_apply"):
             logs = Logs(report.window_logs)
-            dispatcher.call("on_apply", trainer.progress.updates, logs)
+            self._tell("on_apply", trainer.progress.updates, logs)
         logs = Logs(report.running_logs)
-        dispatcher.call("on_train_batch_end", index, logs)
+        self._tell("on_train_batch_end", index, logs)
 
     def _tell_micro_batches(self, report):
         for index, (loss, weight) in enumerate(report.micro_batches()):
             logs = {"loss": loss, "weight": weight}
-            self._dispatcher.call("on_micro_batch", index, logs)
-            self._dispatcher.call("on_accumulate", index, logs)
+            self._tell("on_micro_batch", index, logs)
+            self._tell("on_accumulate", index, logs)
 
     def _validate_if_due(self):
         every = self._options.validation_every
@@ -252,7 +280,7 @@ class FitLoop:
             return self._trainer.evaluate_source(source, self._dispatcher)
 
         self._validation_logs = self._validation.run(evaluate)
-        self._dispatcher.call(
+        self._tell(
             "on_validation_end",
             self._trainer.progress.updates,
             self._validation_logs,

@@ -92,7 +92,9 @@ class CompiledLoss:
         )
         measured = list(self._measured)
         self._measured.clear()
-        return dict(zip(self._output_names(len(measured)), measured))
+        return dict(
+            zip(self._output_names(len(measured)), measured, strict=True)
+        )
 
     def _output_names(self, count):
         if count == 1:
@@ -280,9 +282,7 @@ def _pair_losses(loss, loss_weights, measured):
     """Wrap every leaf of `loss`, each with its own `loss_weights` entry."""
 
     def wrap(leaf, coefficient=None):
-        return (
-            None if leaf is None else _Measuring(leaf, coefficient, measured)
-        )
+        return None if leaf is None else _Measuring(leaf, coefficient, measured)
 
     if loss_weights is None:
         return tree.map_structure(wrap, loss)
@@ -309,7 +309,8 @@ def _loss_name(identifier):
     if isinstance(identifier, str):
         return identifier
     name = getattr(identifier, "name", None)
-    return name or getattr(identifier, "__name__", type(identifier).__name__)
+    name = name or getattr(identifier, "__name__", type(identifier).__name__)
+    return name.strip("<>")  # a scope name, which "<lambda>" is not
 
 
 def _resolve_loss(identifier, y_true, y_pred):

@@ -140,7 +140,8 @@ def visible_names(names):
 def _as_losses(result):
     if isinstance(result, WeightedLoss):
         result = {"loss": result}
-    if not isinstance(result, dict) or not all(
+    is_dict = isinstance(result, dict) and bool(result)
+    if not is_dict or not all(
         isinstance(loss, WeightedLoss) for loss in result.values()
     ):
         raise TypeError(errors.NOT_A_WEIGHTED_LOSS.format(result=result))

@@ -152,6 +152,8 @@ class ProgressBar(Callback):
         Epoch 1/3 · 1/1 updates · 0.0 s · loss 0.5 · val_loss 0.75
     """
 
+    looks_at_model = False
+
     def __init__(self, mode="auto", *, console=None, clock=time.monotonic):
         super().__init__()
         if mode not in (1, 2, "auto"):

@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count, islice
-from typing import Protocol, runtime_checkable
+from numbers import Real
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -53,10 +54,10 @@ class Source(abc.ABC):
             epochs share it and several need `steps_per_epoch`.
     """
 
-    batches_per_epoch = None
-    samples_per_epoch = None
-    batch_size = None
-    is_one_shot = False
+    batches_per_epoch: Any = None  # a property where it can change
+    samples_per_epoch: int | None = None
+    batch_size: int | None = None
+    is_one_shot: bool = False
 
     @abc.abstractmethod
     def iterate(self, epoch):
@@ -291,11 +292,7 @@ class PyDatasetSource(Source):
         self._seed = seed
         self._class_weight = class_weight
         self._steps = steps
-
-    @property
-    def batches_per_epoch(self):
-        """Loader batches in an epoch, `None` when the dataset is infinite."""
-        return self._steps or _num_batches(self._dataset)
+        self.batches_per_epoch = steps or _num_batches(dataset)
 
     def iterate(self, epoch):
         """Yield the `Batch`es of one epoch, loading ahead with threads."""
@@ -574,12 +571,13 @@ def train_validation_split(x, y, sample_weight, fraction):
         >>> train.x, held.x
         (array([0, 1, 2]), array([3, 4]))
     """
-    if not _is_array_data(x):
+    if not _is_array_data(x) or (y is None and _is_list_of_batches(x)):
         raise TypeError(
             "validation_split must come with arrays as x. Received: "
             f"x of type {type(x).__name__}. Give validation_data instead."
         )
-    if isinstance(fraction, bool) or not 0 < fraction < 1:
+    is_number = isinstance(fraction, Real) and not isinstance(fraction, bool)
+    if not is_number or not 0 < fraction < 1:
         raise ValueError(
             "validation_split must be between 0 and 1. Received: "
             f"validation_split={fraction!r}. Use 0.2 to hold back the last "

@@ -15,9 +15,7 @@ class Scratch(keras.StatelessScope):
     """
 
     def __init__(self, variables):
-        super().__init__(
-            [(v, v.value) for v in variables], collect_losses=True
-        )
+        super().__init__([(v, v.value) for v in variables], collect_losses=True)
         self._before = {id(v): self.get_current_value(v) for v in variables}
 
     def has_written(self, variable):
@@ -71,7 +69,7 @@ class TrainingState:
         Args:
             index: scalar tensor, int32, index of the micro-batch.
         """
-        number = ops.cast(self.micro_batches + index, "uint32")
+        number = ops.cast(self.micro_batches.value + index, "uint32")
         stream = ops.convert_to_tensor(self.stream, dtype="uint32")
         self.rng.state.assign(
             ops.stack([stream + number, ops.zeros((), dtype="uint32")])
@@ -112,7 +110,7 @@ class Tally:
             extras: list of three scalars: regularization, weight, samples.
         """
         added = ops.concatenate([numerators, denominators, ops.stack(extras)])
-        self._sums.assign(self._sums + added)
+        self._sums.assign(self._sums.value + added)
 
     def add_logs(self, entries):
         """Merge logged values, `{name: (value, weight)}`."""
@@ -120,17 +118,19 @@ class Tally:
             variable = self._logs[name]
             reduce = self._reductions[name]
             if reduce in EXTREMES:
-                merged = EXTREMES[reduce][0](variable, [value, weight])
+                merged = EXTREMES[reduce][0](
+                    variable.value, ops.stack([value, weight])
+                )
             else:
                 amount = value * weight if reduce == "mean" else value
-                merged = variable + ops.stack([amount, weight])
+                merged = variable.value + ops.stack([amount, weight])
             variable.assign(merged)
 
     def logs(self):
         """Reduce the logged values, `{name: (value, weight)}`."""
         entries = {}
         for name, variable in self._logs.items():
-            value, weight = variable[0], variable[1]
+            value, weight = variable.value[0], variable.value[1]
             if self._reductions[name] == "mean":
                 value = ops.divide_no_nan(value, weight)
             entries[name] = (value, weight)
@@ -148,7 +148,7 @@ class Tally:
 
     def clear(self):
         """Put every sum back to its beginning."""
-        self._sums.assign(ops.zeros_like(self._sums))
+        self._sums.assign(ops.zeros_like(self._sums.value))
         for name, variable in self._logs.items():
             start = _empty_log(self._reductions[name])
             variable.assign(ops.convert_to_tensor(start, dtype="float32"))

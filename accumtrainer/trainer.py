@@ -24,7 +24,7 @@ from accumtrainer.construction import (
     resolve_optimizer,
 )
 from accumtrainer.evaluation import EvaluationProgram
-from accumtrainer.fit_options import FitOptions
+from accumtrainer.fit_options import FitOptions, check_steps, check_verbose
 from accumtrainer.hooks import (
     Hooks,
     LogBook,
@@ -43,7 +43,13 @@ from accumtrainer.sources import (
     train_validation_split,
 )
 from accumtrainer.state import TrainingState
-from accumtrainer.steps import EvaluationStep, Step, choose_plan, make_backend
+from accumtrainer.steps import (
+    EvaluationStep,
+    Step,
+    choose_plan,
+    make_backend,
+    should_compile_evaluation,
+)
 from accumtrainer.window import WindowProgram
 
 
@@ -108,6 +114,7 @@ class Trainer(Hooks):
             denominator=denominator,
             max_consecutive_skips=max_consecutive_skips,
             jit_compile=jit_compile,
+            run_eagerly=run_eagerly,
             seed=seed,
         )
         self.model = model
@@ -141,12 +148,13 @@ class Trainer(Hooks):
         initial_scale = self.loss_scale.initial if self.loss_scale else 1.0
         self._state = TrainingState(seed=self._seed, loss_scale=initial_scale)
         self._backend = make_backend(run_eagerly=run_eagerly)
+        self._evaluation = EvaluationProgram(
+            self, self._state, self._backend, tracked=self._tracked
+        )
         self._evaluation_step = EvaluationStep(
-            EvaluationProgram(
-                self, self._state, self._backend, tracked=self._tracked
-            ),
+            self._evaluation,
             self._backend,
-            jit_compile=jit_compile is True,
+            jit_compile=should_compile_evaluation(self._backend, jit_compile),
         )
         self._program = self._step = None
         self.plan = None
@@ -289,7 +297,7 @@ class Trainer(Hooks):
             y,
             sample_weight,
             batch_size=batch_size,
-            shuffle=shuffle and not overfit_batches,
+            shuffle=False if overfit_batches else shuffle,
             seed=self._seed,
             class_weight=class_weight,
             steps=overfit_batches or steps_per_epoch,
@@ -298,7 +306,11 @@ class Trainer(Hooks):
             source = FirstBatches(source, overfit_batches)
         validation = Validation(
             validation_data,
-            batch_size=validation_batch_size or batch_size,
+            batch_size=(
+                batch_size
+                if validation_batch_size is None
+                else validation_batch_size
+            ),
             steps=int(fast_dev_run) or validation_steps,
         )
         dispatcher = Dispatcher(
@@ -344,6 +356,7 @@ class Trainer(Hooks):
         Returns:
             The loss, or the list of loss and metrics, or a dict of them.
         """
+        check_steps("steps", steps)
         source = make_source(
             x,
             y,
@@ -381,6 +394,7 @@ class Trainer(Hooks):
         Returns:
             Nest of NumPy arrays, one row per sample.
         """
+        check_steps("steps", steps)
         source = make_source(
             x, batch_size=batch_size, shuffle=False, steps=steps
         )
@@ -403,10 +417,9 @@ class Trainer(Hooks):
                 for batch in self._slice(source, item):
                     batch = Batch(batch.x)
                     outputs.append(
-                        tree.map_structure(
-                            np.asarray, step.predict_batch(batch)
-                        )
+                        tree.map_structure(np.asarray, step.predict(batch))
                     )
+                self.publish()
                 dispatcher.call("on_predict_batch_end", index, {})
         return tree.map_structure(
             lambda *parts: np.concatenate(parts), *outputs
@@ -454,6 +467,7 @@ class Trainer(Hooks):
         report = self.run_window(window)
         self.count_window(window)
         self._check_skips()
+        self.publish()
         return _as_keras_returns(report.running_logs(), return_dict)
 
     # What the loop asks for.
@@ -468,8 +482,7 @@ class Trainer(Hooks):
             return
         self._must_weigh = self._must_weigh and self._accumulates(window)
         first = window.split()[0]
-        if not self.model.built:
-            self._evaluation_step.build_model(Batch(first.x))
+        self._evaluation.build_model(Batch(first.x))
         if not self.model.trainable_variables:
             raise ValueError(
                 errors.NOTHING_TO_TRAIN.format(model=self.model.name)
@@ -496,6 +509,7 @@ class Trainer(Hooks):
 
     def start_epoch(self, epoch):
         """Begin an epoch's running means."""
+        self.publish()
         self._program.start_epoch(epoch)
 
     def run_window(self, window):
@@ -515,6 +529,10 @@ class Trainer(Hooks):
             if self._unread_windows > self._max_consecutive_skips:
                 self._check_skips()
         return self._last_report
+
+    def publish(self):
+        """Make the model's variables current, for code that can look."""
+        self._backend.publish()
 
     def count_window(self, window):
         """Count a window that has run."""
@@ -553,17 +571,22 @@ class Trainer(Hooks):
                 for batch in self._slice(source, item):
                     step.run(batch, is_first=is_first)
                     is_first = False
+                if dispatcher.looks("on_test_batch_end"):
+                    self.publish()
                 dispatcher.call("on_test_batch_end", index, Logs(step.results))
             dispatcher.last_logs = logs = step.results()
+            self.publish()
         return logs
 
     @contextlib.contextmanager
     def metrics_kept(self):
         """Put the model's metrics back after a validation amid an epoch."""
+        self.publish()
         variables = metric_variables(self.model)
         values = [keras.ops.convert_to_numpy(v) for v in variables]
         yield
-        for variable, value in zip(variables, values):
+        self.publish()
+        for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
 
     # Details.
@@ -646,6 +669,7 @@ def _variable_ids(model):
 
 
 def _make_progress_bar(verbose):
+    check_verbose(verbose)
     return ProgressBar(verbose) if verbose else None
 
 
@@ -655,8 +679,13 @@ def _say_nothing(line):
 
 def _as_keras_returns(logs, return_dict):
     """Return results as Keras does: a number, a list or a dict."""
-    extras = ("learning_rate", "gradient_norm", "loss_scale", "updates",
-              "skipped_updates")
+    extras = (
+        "learning_rate",
+        "gradient_norm",
+        "loss_scale",
+        "updates",
+        "skipped_updates",
+    )
     if return_dict:
         return logs
     values = [value for name, value in logs.items() if name not in extras]

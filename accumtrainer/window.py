@@ -21,6 +21,8 @@ is asked of the backend: to differentiate, to loop, to branch, to compile.
 
 from dataclasses import replace
 
+import numpy as np
+
 from accumtrainer import errors
 from accumtrainer.accumulation import (
     choose_weighing,
@@ -65,8 +67,18 @@ class WindowProgram:
         self._loss_scale = loss_scale
         self._tracked = list(tracked)
         self._objective = Objective(hooks)
-        self._draws = any(map(hooks.overrides, ("on_micro_batch",
-            "compute_loss", "on_accumulate", "on_apply", "after_apply")))
+        self._draws = any(
+            map(
+                hooks.overrides,
+                (
+                    "on_micro_batch",
+                    "compute_loss",
+                    "on_accumulate",
+                    "on_apply",
+                    "after_apply",
+                ),
+            )
+        )
         self._unused = set()
 
     # Before the first window.
@@ -101,6 +113,7 @@ class WindowProgram:
         _check_batch(batch, changed)
         measured = self._objective.measure(changed, info)
         self._losses = measured.weighted
+        self._is_sum = np.array([loss.is_sum for loss in self._losses])
         self.loss_names = list(measured.losses)
         zeros = [
             ops.zeros(v.shape, "float32")
@@ -179,7 +192,7 @@ class WindowProgram:
         self._epoch.clear()
         self._window.clear()
         for accumulator in self._accumulators:
-            accumulator.assign(ops.zeros_like(accumulator))
+            accumulator.assign(ops.zeros_like(accumulator.value))
         for metric in self._model.metrics:
             metric.reset_state()
 
@@ -281,10 +294,10 @@ class WindowProgram:
 
     def _keep_start(self, is_first=None):
         """Remember what a skipped window has to put back."""
-        for variable, start in zip(self._undoable, self._start):
+        for variable, start in zip(self._undoable, self._start, strict=True):
             value = ops.convert_to_tensor(variable)
             if is_first is not None:
-                value = ops.where(is_first, value, start)
+                value = ops.where(is_first, value, start.value)
             start.assign(value)
 
     def _info(self, index, micro_batches, *, training=True):
@@ -323,13 +336,13 @@ class WindowProgram:
             )
             scaled = [
                 factor * ops.cast(loss.mean, "float32")
-                for factor, loss in zip(factors, measured.weighted)
+                for factor, loss in zip(factors, measured.weighted, strict=True)
             ]
             total = total_loss(
                 scaled, measured.weighted, measured.regularization
             )
             if self._loss_scale is not None:
-                total = total * self._state.loss_scale
+                total = total * self._state.loss_scale.value
             return total, self._summary(measured, weighing, book.take())
 
         summary, gradients = self._backend.value_and_grad(
@@ -342,7 +355,7 @@ class WindowProgram:
         return ops.stack([summary["loss"], summary["weight"]])
 
     def _summary(self, measured, weighing, logs):
-        """What must leave the differentiated function, as tensors."""
+        """Gather what must leave the differentiated function, as tensors."""
         means = measured.means()
         return {
             "loss": total_loss(
@@ -360,7 +373,7 @@ class WindowProgram:
     def _add_gradients(self, gradients, weight, info):
         factor = weight
         if self._loss_scale is not None:
-            factor = factor / self._state.loss_scale
+            factor = factor / self._state.loss_scale.value
         if self._hooks.overrides("on_accumulate"):
             gradients = self._unscaled(gradients)
             gradients = self._hooks.on_accumulate(gradients, info)
@@ -375,21 +388,20 @@ class WindowProgram:
     def _unscaled(self, gradients):
         """Fill in zeros and undo the loss scale, for hooks."""
         variables = self._model.trainable_variables
-        scale = 1.0 / self._state.loss_scale
+        scale = 1.0 / self._state.loss_scale.value
         return [
             ops.zeros(v.shape, "float32")
             if g is None
             else ops.cast(g, "float32") * scale
-            for g, v in zip(gradients, variables)
+            for g, v in zip(gradients, variables, strict=True)
         ]
 
     def _tally(self, summary, logs):
-        is_sum = [loss.is_sum for loss in self._losses]
         weights = summary["denominators"]
-        counted = ops.where(is_sum, ops.ones_like(weights), weights)
+        counted = ops.where(self._is_sum, ops.ones_like(weights), weights)
         self._window.add(
             summary["means"] * counted,
-            ops.where(is_sum, ops.zeros_like(weights), weights),
+            ops.where(self._is_sum, ops.zeros_like(weights), weights),
             [
                 summary["regularization"],
                 summary["gradient_weight"],
@@ -417,7 +429,7 @@ class WindowProgram:
             weighing, total_weight=weight, micro_batches=count
         )
         gradients = [
-            ops.divide_no_nan(accumulator, divisor)
+            ops.divide_no_nan(accumulator.value, divisor)
             for accumulator in self._accumulators
         ]
         norm = _global_norm(gradients)
@@ -442,7 +454,7 @@ class WindowProgram:
             )
             state.loss_scale.assign(new_scale)
             state.good_windows.assign(good)
-        state.micro_batches.assign(state.micro_batches + micro_batches)
+        state.micro_batches.assign(state.micro_batches.value + micro_batches)
         window = self._window_logs(loss, means) | {
             "learning_rate": lr,
             "gradient_norm": norm,
@@ -450,7 +462,7 @@ class WindowProgram:
         }
         self._window.clear()
         for accumulator in self._accumulators:
-            accumulator.assign(ops.zeros_like(accumulator))
+            accumulator.assign(ops.zeros_like(accumulator.value))
         return {
             "window": window,
             "running": self.running_logs(),
@@ -465,9 +477,8 @@ class WindowProgram:
     def _window_sums(self, micro_batches):
         numerators, denominators = self._window.losses()
         regularization, weight, samples = self._window.extras()
-        is_sum = [loss.is_sum for loss in self._losses]
         means = ops.where(
-            is_sum, numerators, window_means(numerators, denominators)
+            self._is_sum, numerators, window_means(numerators, denominators)
         )
         regularization = regularization / micro_batches
         return means, denominators, regularization, weight, samples
@@ -478,17 +489,16 @@ class WindowProgram:
         self._optimizer.apply(
             self._for_optimizer(gradients), self._model.trainable_variables
         )
-        state.updates.assign(state.updates + 1)
+        state.updates.assign(state.updates.value + 1)
         state.consecutive_skips.assign(
-            ops.zeros_like(state.consecutive_skips)
+            ops.zeros_like(state.consecutive_skips.value)
         )
         self._hooks._log_book.open()
         self._hooks.after_apply(info)
         self._window.add_logs(self._hooks._log_book.take())
         regularization, _, samples = self._window.extras()
         count = ops.cast(info.micro_batches, "float32")
-        is_sum = [loss.is_sum for loss in self._losses]
-        weights = ops.where(is_sum, samples, denominators)
+        weights = ops.where(self._is_sum, samples, denominators)
         self._epoch.add(
             means * weights,
             weights,
@@ -499,10 +509,10 @@ class WindowProgram:
     def _forget(self):
         """Put back what the window changed; random streams stay advanced."""
         state = self._state
-        for variable, start in zip(self._undoable, self._start):
-            variable.assign(start)
-        state.skipped_updates.assign(state.skipped_updates + 1)
-        state.consecutive_skips.assign(state.consecutive_skips + 1)
+        for variable, start in zip(self._undoable, self._start, strict=True):
+            variable.assign(start.value)
+        state.skipped_updates.assign(state.skipped_updates.value + 1)
+        state.consecutive_skips.assign(state.consecutive_skips.value + 1)
 
     def _for_optimizer(self, gradients):
         """Leave unused variables out, as Keras does, unless a hook looked."""
@@ -562,13 +572,16 @@ def _check_gradients(hook, given, returned):
                 hook=hook, rule=rule, received=received
             )
         )
-    for position, (old, new) in enumerate(zip(given, returned)):
-        if tuple(old.shape) != tuple(new.shape):
+    for position, (old, new) in enumerate(zip(given, returned, strict=True)):
+        received = f"{type(new).__name__}"
+        if ops.is_tensor(new):
+            received = f"shape {tuple(new.shape)}"
+        if received != f"shape {tuple(old.shape)}":
             raise TypeError(
                 errors.WRONG_STRUCTURE.format(
                     hook=hook,
                     rule=f"a gradient of shape {tuple(old.shape)} in place "
                     f"{position}",
-                    received=f"shape {tuple(new.shape)}",
+                    received=received,
                 )
             )

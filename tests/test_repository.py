@@ -40,6 +40,7 @@ MODULE_ORDER = (
     "steps",
     "callback",
     "progress_bar",
+    "signals",
     "checkpoint",
     "loop",
     "trainer",

@@ -5,7 +5,11 @@ Only the files named after a backend import one.
 
 from accumtrainer import errors
 from accumtrainer.keras_api import BACKEND
-from accumtrainer.steps.plan import Plan, choose_plan
+from accumtrainer.steps.plan import (
+    Plan,
+    choose_plan,
+    should_compile_evaluation,
+)
 from accumtrainer.steps.step import EvaluationStep, Report, Step
 
 __all__ = [
@@ -15,6 +19,7 @@ __all__ = [
     "Step",
     "choose_plan",
     "make_backend",
+    "should_compile_evaluation",
 ]
 
 
@@ -34,4 +39,8 @@ def make_backend(*, run_eagerly=False):
         from accumtrainer.steps.tensorflow import TensorFlowBackend
 
         return TensorFlowBackend(run_eagerly=run_eagerly)
+    if BACKEND == "jax":
+        from accumtrainer.steps.jax import JaxBackend
+
+        return JaxBackend(run_eagerly=run_eagerly)
     raise ImportError(errors.UNSUPPORTED_BACKEND.format(backend=BACKEND))

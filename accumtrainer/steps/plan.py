@@ -64,11 +64,28 @@ def choose_plan(model, operations, backend, *, jit_compile, run_eagerly):
     loops_badly = bool(CONVOLUTIONS & operations) and (
         not backend.has_accelerator()
     )
-    if backend.name != "tensorflow":
-        name = "streamed" if loops_badly else "fused"
-        return Plan(name=name, jit_compile=True)
+    if backend.name == "jax":
+        return Plan(
+            name="streamed" if loops_badly else "fused",
+            jit_compile=jit_compile is not False,
+        )
     if jit_compile == "auto":
         jit_compile = not loops_badly and all(
             layer.supports_jit for layer in flatten_layers(model)
         )
     return Plan(name="fused", jit_compile=jit_compile)
+
+
+def should_compile_evaluation(backend, jit_compile):
+    """Choose whether XLA compiles evaluation, where nothing loops.
+
+    Args:
+        backend: the backend's functions.
+        jit_compile: `"auto"`, `True` or `False`.
+
+    Returns:
+        bool. On a CPU, TensorFlow evaluates as fast without waiting for XLA.
+    """
+    if jit_compile != "auto":
+        return jit_compile
+    return backend.name == "jax" or backend.has_accelerator()

@@ -124,7 +124,7 @@ class Step:
         self._plan = plan
         self._layout = _Layout()
         self._compile = lambda function: backend.compile(
-            function, jit_compile=plan.jit_compile
+            function, program, jit_compile=plan.jit_compile, donate=True
         )
         self._functions = {}
 
@@ -165,7 +165,7 @@ class Step:
         run_micro_batch = self._function(("micro_batch", is_even), run)
         rows = [
             run_micro_batch(batch, index, count, totals)
-            for batch, index in zip(batches, indices)
+            for batch, index in zip(batches, indices, strict=True)
         ]
 
         def apply(count):
@@ -179,7 +179,9 @@ class Step:
         if not self._program.needs_totals(is_even):
             return np.zeros((), "float32")
         measure = self._function("weights", self._program.measure_weights)
-        return sum(measure(b, i, count) for b, i in zip(batches, indices))
+        return sum(
+            measure(b, i, count) for b, i in zip(batches, indices, strict=True)
+        )
 
     def _function(self, key, function):
         if key not in self._functions:
@@ -198,26 +200,30 @@ class EvaluationStep:
 
     def __init__(self, program, backend, *, jit_compile):
         self._program = program
+        self._backend = backend
         self._layout = _Layout()
 
         def compiled(function):
-            return backend.compile(function, jit_compile=jit_compile)
+            return backend.compile(
+                function, program, jit_compile=jit_compile, donate=False
+            )
 
-        self.predict_batch = compiled(program.predict_batch)
+        self._predict_batch = compiled(program.predict_batch)
         self._run_batch = compiled(program.run_batch)
         self._read = compiled(
             lambda: self._layout.pack({"results": program.results()})
         )
 
-    def build_model(self, batch):
-        """Create the variables of a model that has none yet."""
+    def predict(self, batch):
+        """Compute the predictions of a batch, a nest of tensors."""
         self._program.build_model(batch)
+        return self._predict_batch(batch)
 
     def run(self, batch, *, is_first):
         """Add a batch to the evaluation, or begin one with it."""
-        if not self._program.is_built:
-            self._program.build(batch)
         if is_first:
+            self._backend.publish()
+            self._program.build(batch)
             self._program.start()
         self._run_batch(batch)
 

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from accumtrainer.keras_api import tree
 
+
 class TensorFlowBackend:
     """The functions of a backend, on TensorFlow.
 
@@ -33,8 +34,20 @@ class TensorFlowBackend:
         specs = tree.map_structure(_to_spec, batch)
         return _operations(traced.get_concrete_function(specs).graph)
 
-    def compile(self, function, *, jit_compile):
-        """Compile a function of tensors that may change variables."""
+    def compile(self, function, program, *, jit_compile, donate):
+        """Compile a function of tensors that may change variables.
+
+        Args:
+            function: takes nests of tensors, returns a nest of tensors.
+            program: object whose `variables` the function may change; they
+                are changed in place.
+            jit_compile: bool, whether XLA compiles it.
+            donate: ignored, since nothing is copied.
+
+        Returns:
+            Function of the same arguments.
+        """
+        del program, donate
         if self._run_eagerly:
             return lambda *args: function(
                 *(tree.map_structure(_to_tensor, arg) for arg in args)
@@ -45,6 +58,9 @@ class TensorFlowBackend:
             reduce_retracing=True,
             autograph=False,
         )
+
+    def publish(self):
+        """Make the Keras variables current; here they always are."""
 
     def value_and_grad(self, objective, variables):
         """Differentiate a scalar by Keras variables.
