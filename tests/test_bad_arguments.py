@@ -1,0 +1,742 @@
+"""Claims about bad arguments: refused before training, with the remedy."""
+
+import numpy as np
+import pytest
+
+from accumtrainer import (
+    Accumulation,
+    Batch,
+    Callback,
+    Every,
+    LossScale,
+    Trainer,
+    WeightedLoss,
+)
+from accumtrainer.keras_api import keras, ops
+
+X = np.linspace(-1, 1, 24, dtype="float32").reshape(12, 2)
+Y = X.sum(axis=1, keepdims=True)
+
+
+def make_model(**arguments):
+    """Make a compiled model whose optimizer has state of its own."""
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    compiling = {"optimizer": keras.optimizers.Adam(0.1), "loss": "mse"}
+    model.compile(**(compiling | arguments))
+    model.optimizer.build(model.trainable_variables)
+    for variable in model.optimizer.variables:
+        variable.assign(variable + 1)
+    return model
+
+
+def numbers(variable):
+    """Copy a variable's values to the host."""
+    return np.asarray(ops.convert_to_tensor(variable)).copy()
+
+
+def state_of(model):
+    """Remember everything about a model that a refusal must leave alone."""
+    variables = [*model.variables, *model.optimizer.variables]
+    return (
+        [v.path for v in variables],
+        [numbers(v) for v in variables],
+        model.compiled,
+        id(model.optimizer),
+        id(model._compile_config),
+        model.stop_training,
+    )
+
+
+def assert_same_state(before, after):
+    assert before[0] == after[0]
+    for one, other in zip(before[1], after[1], strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert before[2:] == after[2:]
+
+
+def assert_refused(call, error, *words):
+    """Check that a call raises, saying what was wrong and what to do."""
+    with pytest.raises(error) as caught:
+        call()
+    message = str(caught.value)
+    for word in words:
+        assert word in message, message
+    _, received, rest = message.partition("Received: ")
+    assert received, message
+    remedy = rest.rstrip(".").rpartition(". ")[2]
+    assert len(remedy.split()) >= 3, message
+
+
+def own_step(step):
+    """Make a compiled model that overrides one of Keras's steps."""
+    functional = make_model()
+    cls = type("Own", (keras.Model,), {step: lambda self, *args: None})
+    model = cls(functional.inputs, functional.outputs)
+    model.compile(optimizer="sgd", loss="mse")
+    return model
+
+
+def frozen():
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    model.trainable = False
+    model.compile(optimizer="sgd", loss="mse")
+    return model
+
+
+def scaling_optimizer():
+    return keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1), initial_scale=8.0
+    )
+
+
+class HookedLikeATrainer(keras.callbacks.Callback):
+    def on_apply(self, gradients, info):
+        return gradients
+
+
+class HookedLikeATrainerToo(Callback):
+    def on_accumulate(self, gradients, info):
+        return gradients
+
+
+def row(name, make, error, *words):
+    return pytest.param(make, error, words, id=name)
+
+
+CONSTRUCTOR = [
+    *(
+        row(
+            f"accumulation={value!r}",
+            lambda value=value: {"accumulation": value},
+            error,
+            "accumulation must be a whole number of at least 1",
+            f"Received: accumulation={value!r}",
+        )
+        for value, error in [
+            (0, ValueError),
+            (-2, ValueError),
+            (2.5, TypeError),
+            (2.0, TypeError),
+            (True, TypeError),
+            ("4", TypeError),
+            (None, TypeError),
+            ({0: 2}, TypeError),
+        ]
+    ),
+    *(
+        row(
+            f"steps={value!r}",
+            lambda value=value: {"accumulation": Accumulation(steps=value)},
+            error,
+            "steps must be a whole number of at least 1",
+            f"Received: steps={value!r}",
+        )
+        for value, error in [
+            (0, ValueError),
+            (-1, ValueError),
+            (1.5, TypeError),
+            (True, TypeError),
+        ]
+    ),
+    row(
+        "both-steps-and-micro-batch-size",
+        lambda: {"accumulation": Accumulation(steps=2, micro_batch_size=4)},
+        ValueError,
+        "exactly one of steps and micro_batch_size",
+        "steps=2, micro_batch_size=4",
+    ),
+    row(
+        "neither-steps-nor-micro-batch-size",
+        lambda: {"accumulation": Accumulation()},
+        ValueError,
+        "exactly one of steps and micro_batch_size",
+    ),
+    row(
+        "unknown-combine",
+        lambda: {"accumulation": Accumulation(steps=2, combine="average")},
+        ValueError,
+        "combine must be one of",
+        "combine='average'",
+    ),
+    row(
+        "unknown-tail",
+        lambda: {"accumulation": Accumulation(steps=2, tail="keep")},
+        ValueError,
+        "tail must be one of",
+        "tail='keep'",
+    ),
+    row(
+        "optimizer-that-accumulates",
+        lambda: {
+            "optimizer": keras.optimizers.SGD(gradient_accumulation_steps=4)
+        },
+        ValueError,
+        "optimizer must not accumulate",
+        "gradient_accumulation_steps=4",
+        "Trainer(accumulation=4)",
+    ),
+    row(
+        "hand-made-loss-scale-optimizer",
+        lambda: {"optimizer": scaling_optimizer()},
+        ValueError,
+        "optimizer must not scale the loss itself",
+        "LossScaleOptimizer",
+        "Trainer(loss_scale=LossScale(initial=",
+    ),
+    row(
+        "optimizer-with-loss-scale-factor",
+        lambda: {"optimizer": keras.optimizers.SGD(loss_scale_factor=8.0)},
+        ValueError,
+        "optimizer must not scale the loss itself",
+        "loss_scale_factor=8.0",
+    ),
+    row(
+        "unknown-optimizer",
+        lambda: {"optimizer": "sdg"},
+        ValueError,
+        "optimizer must be",
+        "optimizer='sdg'",
+    ),
+    row(
+        "optimizer-that-is-none",
+        lambda: {"optimizer": 0.1},
+        (TypeError, ValueError),
+        "optimizer must be",
+        "optimizer=0.1",
+    ),
+    row(
+        "optimizer-of-other-variables",
+        lambda: {"optimizer": built_elsewhere()},
+        ValueError,
+        "optimizer must be new",
+        "built for other variables",
+    ),
+    row(
+        "unknown-loss",
+        lambda: {"loss": "mean_squared_eror"},
+        ValueError,
+        "loss must be",
+        "loss='mean_squared_eror'",
+    ),
+    row(
+        "loss-that-is-none",
+        lambda: {"loss": 3},
+        (TypeError, ValueError),
+        "loss must be",
+        "loss=3",
+    ),
+    row(
+        "loss-weights-without-loss",
+        lambda: {
+            "loss": {"dense": "mse"},
+            "loss_weights": {"densse": 1.0},
+        },
+        ValueError,
+        "loss_weights must name",
+        "densse",
+    ),
+    row(
+        "denominator",
+        lambda: {"denominator": "tokens"},
+        TypeError,
+        "denominator must be None, 'samples' or a function",
+        "denominator='tokens'",
+    ),
+    *(
+        row(
+            f"max_consecutive_skips={value!r}",
+            lambda value=value: {"max_consecutive_skips": value},
+            (TypeError, ValueError),
+            "max_consecutive_skips must be a whole number",
+            f"max_consecutive_skips={value!r}",
+        )
+        for value in (0, -1, 1.5, True, "all")
+    ),
+    *(
+        row(
+            f"loss_scale={value!r}",
+            lambda value=value: {"loss_scale": value},
+            TypeError,
+            "loss_scale must be 'auto', a LossScale or None",
+            f"loss_scale={value!r}",
+        )
+        for value in (1024, "dynamic", True)
+    ),
+    row(
+        "loss-scale-of-zero",
+        lambda: {"loss_scale": LossScale(initial=0)},
+        ValueError,
+        "initial must be a finite number above 0",
+        "initial=0",
+    ),
+    *(
+        row(
+            f"jit_compile={value!r}",
+            lambda value=value: {"jit_compile": value},
+            TypeError,
+            "jit_compile must be 'auto', True or False",
+            f"jit_compile={value!r}",
+        )
+        for value in (1, "yes", None)
+    ),
+    *(
+        row(
+            f"run_eagerly={value!r}",
+            lambda value=value: {"run_eagerly": value},
+            TypeError,
+            "run_eagerly must be True or False",
+            f"run_eagerly={value!r}",
+        )
+        for value in (1, "yes", None)
+    ),
+    *(
+        row(
+            f"seed={value!r}",
+            lambda value=value: {"seed": value},
+            (TypeError, ValueError),
+            "seed must be a whole number",
+            f"seed={value!r}",
+        )
+        for value in (-1, 0.5, True, "lucky")
+    ),
+    row(
+        "callback-that-is-none",
+        lambda: {"callbacks": [print]},
+        TypeError,
+        "callbacks must hold",
+        "<built-in function print>",
+    ),
+    row(
+        "callback-class",
+        lambda: {"callbacks": [keras.callbacks.TerminateOnNaN]},
+        TypeError,
+        "callbacks must hold",
+        "TerminateOnNaN",
+    ),
+    row(
+        "stock-callback-hooked-like-a-trainer",
+        lambda: {"callbacks": HookedLikeATrainer()},
+        ValueError,
+        "HookedLikeATrainer.on_apply takes (gradients, info)",
+    ),
+    row(
+        "our-callback-hooked-like-a-trainer",
+        lambda: {"callbacks": HookedLikeATrainerToo()},
+        ValueError,
+        "HookedLikeATrainerToo.on_accumulate takes (gradients, info)",
+    ),
+]
+
+
+def built_elsewhere():
+    optimizer = keras.optimizers.SGD()
+    other = keras.Sequential([keras.Input([7]), keras.layers.Dense(3)])
+    optimizer.build(other.trainable_variables)
+    return optimizer
+
+
+@pytest.mark.parametrize(("make", "error", "words"), CONSTRUCTOR)
+def test_trainer_refuses_a_bad_argument(make, error, words):
+    model = make_model()
+    before = state_of(model)
+
+    def call():
+        Trainer(model, **make())
+
+    if "takes (gradients, info)" in words[0]:
+        with pytest.raises(error) as caught:
+            call()
+        assert words[0] in str(caught.value)
+        assert "as a method of a subclass of Trainer" in str(caught.value)
+    else:
+        assert_refused(call, error, *words)
+    assert_same_state(before, state_of(model))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        row("no-model", lambda: None, TypeError, "model must be", "NoneType"),
+        row(
+            "layer",
+            lambda: keras.layers.Dense(1),
+            TypeError,
+            "model must be a keras.Model",
+            "Dense",
+        ),
+        row(
+            "model-with-train-step",
+            lambda: own_step("train_step"),
+            ValueError,
+            "model must not override train_step",
+            "Trainer.compute_loss",
+        ),
+        row(
+            "model-with-test-step",
+            lambda: own_step("test_step"),
+            ValueError,
+            "model must not override test_step",
+            "Trainer.compute_loss",
+        ),
+        row(
+            "model-with-predict-step",
+            lambda: own_step("predict_step"),
+            ValueError,
+            "model must not override predict_step",
+            "Trainer.predict_step",
+        ),
+        row(
+            "frozen-model",
+            frozen,
+            ValueError,
+            "model must have trainable weights",
+            "layer.trainable = True",
+        ),
+        row(
+            "model-not-compiled",
+            lambda: keras.Sequential([keras.Input([2]), keras.layers.Dense(1)]),
+            ValueError,
+            "optimizer must be given",
+            "optimizer=None",
+        ),
+        row(
+            "model-compiled-without-loss",
+            lambda: make_model_without_loss(),
+            ValueError,
+            "loss must be given",
+            "loss=None",
+        ),
+        row(
+            "compiled-optimizer-that-accumulates",
+            lambda: make_model(
+                optimizer=keras.optimizers.SGD(gradient_accumulation_steps=2)
+            ),
+            ValueError,
+            "optimizer must not accumulate",
+            "gradient_accumulation_steps=2",
+        ),
+    ],
+)
+def test_trainer_refuses_a_bad_model(make, error, words):
+    model = make()
+    is_compiled = getattr(model, "compiled", False)
+    before = state_of(model) if is_compiled else None
+    assert_refused(lambda: Trainer(model), error, *words)
+    assert getattr(model, "compiled", False) == is_compiled
+    if is_compiled:
+        assert_same_state(before, state_of(model))
+
+
+def make_model_without_loss():
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    model.compile(optimizer="sgd")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement"),
+    [
+        ("training_step", "compute_loss"),
+        ("validation_step", "compute_loss"),
+        ("train_step", "compute_loss"),
+        ("configure_optimizers", "Trainer(optimizer=)"),
+        ("optimizer_step", "on_apply"),
+        ("on_before_optimizer_step", "on_apply"),
+        ("train_dataloader", "the data given to fit"),
+        ("on_aply", "on_apply"),
+        ("on_micro_batches", "on_micro_batch"),
+        ("on_acumulate", "on_accumulate"),
+        ("on_epoch_end", "callback"),
+        ("on_train_begin", "callback"),
+        ("after_aply", "after_apply"),
+    ],
+)
+def test_subclass_method_nobody_calls_is_refused(name, replacement):
+    model = make_model()
+    before = state_of(model)
+    cls = type("MyTrainer", (Trainer,), {name: lambda self, *args: None})
+    with pytest.raises(TypeError) as caught:
+        cls(model)
+    message = str(caught.value)
+    assert f"MyTrainer.{name}" in message
+    assert replacement in message.partition("The hooks are")[0]
+    assert_same_state(before, state_of(model))
+
+
+def test_subclass_may_define_methods_of_its_own():
+    cls = type("MyTrainer", (Trainer,), {"augment": lambda self, x: x})
+    cls(make_model())
+
+
+FIT = [
+    row(
+        "lengths-that-differ",
+        lambda: {"y": Y[:5]},
+        ValueError,
+        "x, y and sample_weight must hold the same number of samples",
+        "x: 12, y: 5",
+    ),
+    row(
+        "length-of-sample-weight",
+        lambda: {"sample_weight": np.ones(3)},
+        ValueError,
+        "sample_weight: 3",
+    ),
+    row(
+        "empty-data",
+        lambda: {"x": X[:0], "y": Y[:0]},
+        ValueError,
+        "at least 1",
+        "x: 0, y: 0",
+    ),
+    row("no-data", lambda: {"x": None, "y": None}, TypeError, "x must hold"),
+    row(
+        "empty-list",
+        lambda: {"x": [], "y": None},
+        ValueError,
+        "x must hold at least one batch",
+    ),
+    row(
+        "function-instead-of-generator",
+        lambda: {"x": len, "y": None},
+        TypeError,
+        "x must be data",
+        "Call it first",
+    ),
+    row(
+        "y-beside-a-loader",
+        lambda: {"x": iter([(X, Y)])},
+        ValueError,
+        "y must be left out",
+    ),
+    row(
+        "batch-size-beside-a-loader",
+        lambda: {"x": [(X, Y)], "y": None, "batch_size": 3},
+        ValueError,
+        "batch_size must be left out",
+    ),
+    *(
+        row(
+            f"{name}={value!r}",
+            lambda name=name, value=value: {name: value},
+            (TypeError, ValueError),
+            f"{name} must be",
+            f"{name}={value!r}",
+        )
+        for name, values in {
+            "batch_size": (0, -4, 2.5, True, "4"),
+            "epochs": (0, -1, 1.5, True),
+            "initial_epoch": (-1, 0.5, True),
+            "steps_per_epoch": (0, 1.5, True),
+            "max_updates": (0, -1, 1.5, True),
+            "max_seconds": (0, -1.0, True, "10", float("nan")),
+            "validation_every": (10, "updates", (100, "updates")),
+            "validation_freq": (0, 1.5, "daily"),
+            "fast_dev_run": (-1, 1.5, "yes"),
+            "overfit_batches": (0, 0.5, True),
+            "shuffle": ("batch", 1, None),
+            "verbose": (3, -1, "loud", None),
+            "validation_split": (1.0, -0.1, 1.5, True, "0.2"),
+        }.items()
+        for value in values
+    ),
+    row(
+        "validation-steps",
+        lambda: {"validation_data": (X, Y), "validation_steps": 0},
+        ValueError,
+        "validation_steps must be",
+        "validation_steps=0",
+    ),
+    row(
+        "validation-batch-size",
+        lambda: {"validation_data": (X, Y), "validation_batch_size": 0},
+        ValueError,
+        "validation_batch_size must be",
+        "validation_batch_size=0",
+    ),
+    row(
+        "validation-lengths-that-differ",
+        lambda: {"validation_data": (X, Y[:4])},
+        ValueError,
+        "x: 12, y: 4",
+    ),
+    row(
+        "validation-data-of-four-parts",
+        lambda: {"validation_data": (X, Y, Y, Y)},
+        ValueError,
+        "validation_data must be",
+    ),
+    row(
+        "validation-split-of-a-loader",
+        lambda: {"x": [(X, Y)], "y": None, "validation_split": 0.5},
+        TypeError,
+        "validation_split must come with arrays",
+    ),
+    row(
+        "unknown-clock",
+        lambda: {"validation_every": Every(3, "batches")},
+        ValueError,
+        "unit must be one of",
+        "unit='batches'",
+    ),
+    row(
+        "class-weight-that-is-no-dict",
+        lambda: {"class_weight": [1.0, 2.0]},
+        TypeError,
+        "class_weight must be a dict",
+    ),
+    row(
+        "class-weight-beside-sample-weight",
+        lambda: {"class_weight": {0: 1.0}, "sample_weight": np.ones(12)},
+        ValueError,
+        "class_weight must not be combined with sample_weight",
+    ),
+    row(
+        "callback-that-is-none",
+        lambda: {"callbacks": ["csv"]},
+        TypeError,
+        "callbacks must hold",
+        "'csv'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "words"), FIT)
+def test_fit_refuses_a_bad_argument(make, error, words):
+    model = make_model()
+    trainer = Trainer(model)
+    before = state_of(model)
+
+    def call():
+        trainer.fit(**({"x": X, "y": Y, "verbose": 0} | make()))
+
+    assert_refused(call, error, *words)
+    assert_same_state(before, state_of(model))
+    assert trainer.progress.samples == 0
+
+
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        row(
+            "batch-size",
+            lambda: {"batch_size": 0},
+            ValueError,
+            "batch_size must be",
+            "batch_size=0",
+        ),
+        row("steps", lambda: {"steps": 0}, ValueError, "steps", "=0"),
+        row("no-data", lambda: {"x": None}, TypeError, "x must hold"),
+        row("empty-data", lambda: {"x": X[:0]}, ValueError, "x: 0"),
+        row(
+            "verbose",
+            lambda: {"verbose": 5},
+            ValueError,
+            "verbose must be",
+            "verbose=5",
+        ),
+        row(
+            "callbacks",
+            lambda: {"callbacks": [print]},
+            TypeError,
+            "callbacks must hold",
+        ),
+    ],
+)
+def test_evaluate_and_predict_refuse_a_bad_argument(method, make, error, words):
+    model = make_model()
+    trainer = Trainer(model)
+    before = state_of(model)
+
+    def call():
+        arguments = {"x": X, "verbose": 0} | make()
+        getattr(trainer, method)(**arguments)
+
+    assert_refused(call, error, *words)
+    assert_same_state(before, state_of(model))
+
+
+def test_evaluate_refuses_lengths_that_differ():
+    trainer = Trainer(make_model())
+    assert_refused(
+        lambda: trainer.evaluate(X, Y[:4], verbose=0), ValueError, "y: 4"
+    )
+
+
+def test_train_on_batch_refuses_lengths_that_differ():
+    model = make_model()
+    trainer = Trainer(model)
+    before = state_of(model)
+    assert_refused(lambda: trainer.train_on_batch(X, Y[:4]), ValueError, "y: 4")
+    assert_same_state(before, state_of(model))
+
+
+HOOKS = [
+    ("on_micro_batch", lambda self, batch, info: batch.x, TypeError),
+    ("on_micro_batch", lambda self, batch, info: None, TypeError),
+    (
+        "on_micro_batch",
+        lambda self, batch, info: Batch((batch.x, batch.x), batch.y),
+        TypeError,
+    ),
+    ("on_accumulate", lambda self, gradients, info: None, TypeError),
+    ("on_accumulate", lambda self, gradients, info: gradients[:1], TypeError),
+    ("on_apply", lambda self, gradients, info: gradients[0], TypeError),
+    (
+        "on_apply",
+        lambda self, gradients, info: [ops.sum(g) for g in gradients],
+        TypeError,
+    ),
+    (
+        "on_apply",
+        lambda self, gradients, info: [None for _ in gradients],
+        TypeError,
+    ),
+    ("compute_loss", lambda self, batch, info: ops.sum(batch.y), TypeError),
+    ("compute_loss", lambda self, batch, info: None, TypeError),
+    ("compute_loss", lambda self, batch, info: {}, TypeError),
+    (
+        "compute_loss",
+        lambda self, batch, info: WeightedLoss(batch.y, 4.0),
+        ValueError,
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "hook", "error"),
+    [
+        pytest.param(*each, id=f"{each[0]}-{position}")
+        for position, each in enumerate(HOOKS)
+    ],
+)
+def test_hook_that_returns_the_wrong_structure_is_refused(name, hook, error):
+    model = make_model()
+    trainer = type("MyTrainer", (Trainer,), {name: hook})(model)
+    before = state_of(model)
+    with pytest.raises(error, match=rf"{name} must return .*Received: "):
+        trainer.fit(X, Y, verbose=0)
+    assert_same_state(before, state_of(model))
+
+
+def test_bare_scalar_loss_of_several_micro_batches_is_refused():
+    model = make_model(loss=lambda y, p: ops.mean(ops.square(y - p)))
+    trainer = Trainer(model, accumulation=2)
+    before = state_of(model)
+    assert_refused(
+        lambda: trainer.fit(X, Y, batch_size=4, verbose=0),
+        ValueError,
+        "Trainer(denominator='samples')",
+    )
+    assert_same_state(before, state_of(model))
+
+
+def test_carried_data_of_a_trainer_without_trainable_weights_is_refused():
+    model = keras.Sequential([keras.layers.Dense(1, trainable=False)])
+    trainer = Trainer(model, optimizer="sgd", loss="mse")
+    assert_refused(
+        lambda: trainer.fit(X, Y, verbose=0),
+        ValueError,
+        "model must have trainable weights",
+    )
