@@ -62,11 +62,10 @@ def make_model():
         [
             keras.Input([8, 8, 1]),
             layers.Conv2D(32, 3, padding="same", activation="relu"),
-            layers.Conv2D(32, 3, padding="same", activation="relu"),
-            layers.MaxPooling2D(),
             layers.Conv2D(64, 3, padding="same", activation="relu"),
             layers.MaxPooling2D(),
-            layers.Flatten(),
+            layers.Conv2D(64, 3, padding="same", activation="relu"),
+            layers.GlobalMaxPooling2D(),
             layers.Dense(10),
         ]
     )
@@ -81,8 +80,8 @@ def make_schedule(updates):
     """Make a cosine of this many updates, the first tenth of them warm-up."""
     warmup = max(1, updates // 10)
     return keras.optimizers.schedules.CosineDecay(
-        initial_learning_rate=1e-4,
-        warmup_target=3e-3,
+        initial_learning_rate=1e-3,
+        warmup_target=1e-2,
         warmup_steps=warmup,
         decay_steps=updates - warmup,
     )
@@ -111,14 +110,14 @@ def compare_with_big_batch(model, x, y):
     def accumulate(clone):
         trainer = Trainer(
             clone,
-            optimizer=keras.optimizers.SGD(0.1),
+            optimizer=keras.optimizers.SGD(1.0),
             loss=make_loss(),
             accumulation=ACCUMULATION,
         )
         trainer.train_on_batch(x, y)
 
     def take_at_once(clone):
-        clone.compile(keras.optimizers.SGD(0.1), make_loss())
+        clone.compile(keras.optimizers.SGD(1.0), make_loss())
         clone.train_on_batch(x, y)
 
     accumulated, at_once = changes(accumulate), changes(take_at_once)
