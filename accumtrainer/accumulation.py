@@ -18,6 +18,10 @@ from typing import Literal
 
 from accumtrainer.keras_api import ops
 
+# Stands for a denominator of zero: too small to count beside any other, large
+# enough that a gradient survives being multiplied and divided by it.
+ALMOST_NOTHING = 1e-25
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weighing:
@@ -105,7 +109,8 @@ def gradient_weight(losses, weighing):
         Scalar tensor, float32.
     """
     if weighing.rule == "denominator":
-        return ops.cast(losses[0].denominator, "float32")
+        weight = ops.cast(losses[0].denominator, "float32")
+        return ops.where(ops.equal(weight, 0), ALMOST_NOTHING, weight)
     return ops.ones((), dtype="float32")
 
 

@@ -1,7 +1,7 @@
 """The one place that decides which Keras this library stands on.
 
 Every other module imports `keras`, `ops` and `tree` from here. Private Keras
-names are used only in the functions at the end of this file, each with its
+names are used only by the functions at the end of this file, each with its
 reason; `tests/test_keras_api.py` notices when one of them changes.
 """
 
@@ -14,6 +14,7 @@ KERAS_NAME = os.environ.get("ACCUMTRAINER_KERAS", "keras")
 if KERAS_NAME == "keras":
     import keras
     from keras import tree
+    from keras.src.backend.common import masking
 else:
     raise ImportError(errors.UNKNOWN_KERAS.format(name=KERAS_NAME))
 
@@ -65,11 +66,12 @@ def is_known_to(optimizer, variable):
 def keras_mask(tensor):
     """Return the mask Keras attached to a tensor, or `None`.
 
-    Keras passes masks to losses and metrics as an attribute of the tensor.
-    The losses here need to know only whether there is one; the mask itself is
+    Keras passes masks to losses and metrics beside the tensor, in a place
+    that depends on the backend, and has no public way to ask for it. The
+    losses here need to know only whether there is one; the mask itself is
     always applied by Keras.
     """
-    return getattr(tensor, "_keras_mask", None)
+    return masking.get_keras_mask(tensor)
 
 
 def copy_mask(source, target):
@@ -83,7 +85,7 @@ def copy_mask(source, target):
     """
     mask = keras_mask(source)
     if mask is not None:
-        target._keras_mask = mask
+        masking.set_keras_mask(target, mask)
     return target
 
 

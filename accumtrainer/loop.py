@@ -60,8 +60,8 @@ def _validation_source(data, batch_size, steps):
     if not 1 <= len(arrays) <= 3:
         raise ValueError(
             "validation_data must be (x, y), (x, y, sample_weight), what "
-            "yields such batches, or a dict of these by name. Received: a tuple of "
-            f"{len(arrays)} parts. Put several inputs into one tuple or dict."
+            "yields such batches, or a dict of these by name. Received: "
+            f"a tuple of {len(arrays)}. Put several inputs into one tuple."
         )
     return make_source(
         *arrays, batch_size=batch_size, shuffle=False, steps=steps
@@ -240,11 +240,12 @@ class FitLoop:
     def _run_update(self, index, window):
         trainer, dispatcher = self._trainer, self._dispatcher
         self._tell("on_train_batch_begin", index, {})
-        report = trainer.run_window(window)
-        if dispatcher.listens("on_micro_batch") or dispatcher.listens(
-            "on_accumulate"
-        ):
-            self._tell_micro_batches(report)
+        if any(map(dispatcher.listens, ("on_micro_batch", "on_accumulate"))):
+            before = trainer.progress
+            report = trainer.run_window(window)
+            self._tell_micro_batches(report, window, before)
+        else:
+            report = trainer.run_window(window)
         trainer.count_window(window)
         if dispatcher.listens("on_apply"):
             logs = Logs(report.window_logs)
@@ -252,11 +253,16 @@ class FitLoop:
         logs = Logs(report.running_logs)
         self._tell("on_train_batch_end", index, logs)
 
-    def _tell_micro_batches(self, report):
-        for index, (loss, weight) in enumerate(report.micro_batches()):
-            logs = {"loss": loss, "weight": weight}
-            self._tell("on_micro_batch", index, logs)
-            self._tell("on_accumulate", index, logs)
+    def _tell_micro_batches(self, report, window, progress):
+        """Tell of micro-batches, with `progress` as if one by one."""
+        rows = zip(report.micro_batches(), window.sizes, strict=True)
+        with self._trainer.showing(progress):
+            for index, ((loss, weight), size) in enumerate(rows):
+                progress.micro_batches += 1
+                progress.samples += size
+                logs = {"loss": loss, "weight": weight}
+                self._tell("on_micro_batch", index, logs)
+                self._tell("on_accumulate", index, logs)
 
     def _validate_if_due(self):
         every = self._options.validation_every

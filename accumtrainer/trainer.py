@@ -159,8 +159,10 @@ class Trainer(Hooks):
         self._program = self._step = None
         self.plan = None
         self._progress = Progress()
+        self._shown = None
         self._last_report = None
         self._unread_windows = 0
+        self._known_skips = 0
         self._trained_ids = _variable_ids(model) if model.built else None
 
     # What researchers use inside hooks, beside the hooks themselves.
@@ -205,6 +207,8 @@ class Trainer(Hooks):
     @property
     def progress(self):
         """A copy of the counters; reading it waits for the device."""
+        if self._shown is not None:
+            return self._shown.copy()
         self._read_counters()
         return self._progress.copy()
 
@@ -526,13 +530,23 @@ class Trainer(Hooks):
         self._last_report = self._step.run(window)
         self._unread_windows += 1
         if self._max_consecutive_skips is not None:
-            if self._unread_windows > self._max_consecutive_skips:
+            most_skips = self._known_skips + self._unread_windows
+            if most_skips > self._max_consecutive_skips:
                 self._check_skips()
         return self._last_report
 
     def publish(self):
         """Make the model's variables current, for code that can look."""
         self._backend.publish()
+
+    @contextlib.contextmanager
+    def showing(self, progress):
+        """Show other counters as `progress`, to tell of a window's middle."""
+        self._shown = progress
+        try:
+            yield
+        finally:
+            self._shown = None
 
     def count_window(self, window):
         """Count a window that has run."""
@@ -628,6 +642,7 @@ class Trainer(Hooks):
             counters = self._last_report.section("counters")
             self._progress.updates = counters["updates"]
             self._progress.skipped_updates = counters["skipped_updates"]
+            self._known_skips = counters["consecutive_skips"]
             self._unread_windows = 0
 
     def _check_skips(self):

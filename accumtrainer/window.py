@@ -79,7 +79,7 @@ class WindowProgram:
                 ),
             )
         )
-        self._unused = set()
+        self._used = set()
 
     # Before the first window.
 
@@ -119,8 +119,13 @@ class WindowProgram:
             ops.zeros(v.shape, "float32")
             for v in self._model.trainable_variables
         ]
+        loss = ops.zeros((), "float32")
+        info = replace(info, loss=loss, weight=measured.weight)
         gradients = self._hooks.on_accumulate(zeros, info)
         _check_gradients("on_accumulate", zeros, gradients)
+        info = replace(
+            info, index=None, is_last=None, weight=None, total_weight=loss
+        )
         gradients = self._hooks.on_apply(zeros, info)
         _check_gradients("on_apply", zeros, gradients)
         self._hooks.after_apply(info)
@@ -380,8 +385,8 @@ class WindowProgram:
             factor = weight
         for position, gradient in enumerate(gradients):
             if gradient is None:
-                self._unused.add(position)
                 continue
+            self._used.add(position)
             gradient = ops.cast(gradient, "float32") * factor
             self._backend.add_to(self._accumulators[position], gradient)
 
@@ -418,7 +423,7 @@ class WindowProgram:
         )
         loss = total_loss(means, self._losses, regularization)
         info = Info(
-            update=state.updates.value,
+            update=ops.copy(state.updates.value),
             epoch=state.epoch.value,
             micro_batches=micro_batches,
             loss=loss,
@@ -441,8 +446,9 @@ class WindowProgram:
                 is_finite, ops.isfinite(_global_norm(gradients))
             )
         self._window.add_logs(hooks._log_book.take())
-        lr = ops.cast(self._optimizer.learning_rate, "float32")
-        scale = ops.convert_to_tensor(state.loss_scale)
+        # Copies, because both may be variables that are about to move.
+        lr = ops.copy(ops.cast(self._optimizer.learning_rate, "float32"))
+        scale = ops.copy(state.loss_scale.value)
         self._backend.cond(
             is_finite,
             lambda: self._commit(gradients, info, means, denominators),
@@ -494,7 +500,7 @@ class WindowProgram:
             ops.zeros_like(state.consecutive_skips.value)
         )
         self._hooks._log_book.open()
-        self._hooks.after_apply(info)
+        self._hooks.after_apply(replace(info, update=state.updates.value))
         self._window.add_logs(self._hooks._log_book.take())
         regularization, _, samples = self._window.extras()
         count = ops.cast(info.micro_batches, "float32")
@@ -519,7 +525,7 @@ class WindowProgram:
         if any(map(self._hooks.overrides, ("on_accumulate", "on_apply"))):
             return gradients
         return [
-            None if position in self._unused else gradient
+            gradient if position in self._used else None
             for position, gradient in enumerate(gradients)
         ]
 
