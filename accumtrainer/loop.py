@@ -55,6 +55,8 @@ class Validation:
 
 
 def _validation_source(data, batch_size, steps):
+    if isinstance(data, list) and not any(isinstance(v, tuple) for v in data):
+        data = tuple(data)  # [x, y], as in Keras; else a list of batches
     arrays = data if isinstance(data, tuple) else (data,)
     batch_size = batch_size if isinstance(data, tuple) else None
     if not 1 <= len(arrays) <= 3:
@@ -125,10 +127,11 @@ class FitLoop:
         trainer.model.stop_training = False
         epochs = itertools.count(options.initial_epoch)
         upcoming = self._windows(options.initial_epoch)
-        first = next(upcoming)
+        begun = list(itertools.islice(upcoming, 1))
+        first = begun[0] if begun else self._window_to_come()
         trainer.prepare_training(first)
         announce(self.describe(first))
-        upcoming = itertools.chain([first], upcoming)
+        upcoming = itertools.chain(begun, upcoming)
         self._begun = time.monotonic()
         with self._interruption.deferred(), self._dispatcher.training():
             with self._published_at_the_end():
@@ -193,6 +196,14 @@ class FitLoop:
             carried=self._carried,
         )
 
+    def _window_to_come(self):
+        """Make up a window where the first epoch is too short to fill one."""
+        steps = self._trainer.accumulation.steps_at(
+            self._options.initial_epoch, self._updates()
+        )
+        items = itertools.islice(itertools.cycle(self._carried), steps)
+        return self._source.window(list(items), None)
+
     def _updates(self):
         """Count the updates made, only where the window's size needs it."""
         if callable(self._trainer.accumulation.steps):
@@ -204,12 +215,16 @@ class FitLoop:
             return False
         return epoch == self._options.initial_epoch or not self._should_stop()
 
+    def _seconds(self):
+        """Seconds since training began, in this call."""
+        return time.monotonic() - self._begun
+
     def _should_stop(self):
         trainer, options = self._trainer, self._options
         if trainer.model.stop_training:
             return True
         if options.max_seconds is not None:
-            if time.monotonic() - self._begun >= options.max_seconds:
+            if self._seconds() >= options.max_seconds:
                 return True
         if math.isinf(options.update_limit):
             return False
@@ -223,14 +238,17 @@ class FitLoop:
         trainer.start_epoch(epoch)
         self._validation_logs = {}
         self._tell("on_epoch_begin", epoch, {})
+        has_run = False  # A carried tail can be all there is of an epoch.
         for index, window in enumerate(upcoming):
+            has_run = True
             self._run_update(index, window)
             self._validate_if_due()
             self._interruption.check()
             if self._should_stop():
                 break
         trainer.finish_epoch()
-        logs = trainer.running_logs()
+        logs = trainer.running_logs() if has_run else {}
+        self._validate_if_due()
         if self._validation and self._options.validates_after(epoch):
             self._validate()
         logs |= self._validation_logs
@@ -247,6 +265,7 @@ class FitLoop:
         else:
             report = trainer.run_window(window)
         trainer.count_window(window)
+        trainer.count_seconds(self._before.seconds + self._seconds())
         if dispatcher.listens("on_apply"):
             logs = Logs(report.window_logs)
             self._tell("on_apply", trainer.progress.updates, logs)
@@ -268,13 +287,10 @@ class FitLoop:
         every = self._options.validation_every
         if every is None or not self._validation:
             return
-        if every.unit == "updates":
-            # Asking for the updates waits for the device: ask only when
-            # enough windows have run that it could be due.
-            soonest = self._validated.copy()
-            soonest.updates = self._trainer.updates_at_most
-            if not every.is_due(self._validated, soonest):
-                return
+        # Asking for the progress waits for the device: ask only when enough
+        # windows have run that it could be due.
+        if not every.is_due(self._validated, self._trainer.progress_at_most):
+            return
         now = self._trainer.progress
         if every.is_due(self._validated, now):
             self._validated = now

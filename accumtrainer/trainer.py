@@ -553,6 +553,10 @@ class Trainer(Hooks):
         self._progress.micro_batches += window.micro_batches
         self._progress.samples += window.samples
 
+    def count_seconds(self, seconds):
+        """Note for how long training has gone on, over all calls."""
+        self._progress.seconds = seconds
+
     def finish_epoch(self):
         """Count an epoch that has run."""
         self._progress.epochs += 1
@@ -562,6 +566,13 @@ class Trainer(Hooks):
     def updates_at_most(self):
         """Updates made if no window since the last look was skipped."""
         return self._progress.updates + self._unread_windows
+
+    @property
+    def progress_at_most(self):
+        """The counters if no window since the last look was skipped."""
+        progress = self._progress.copy()
+        progress.updates = self.updates_at_most
+        return progress
 
     def running_logs(self):
         """Read the epoch so far, dict of numbers."""
@@ -648,6 +659,8 @@ class Trainer(Hooks):
     def _check_skips(self):
         """Stop where too many windows in a row were not finite."""
         limit = self._max_consecutive_skips
+        if self._last_report is None:
+            return
         self._read_counters()
         counters = self._last_report.section("counters")
         if limit is not None and counters["consecutive_skips"] > limit:

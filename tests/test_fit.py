@@ -1,0 +1,1013 @@
+"""Claims about `fit`, `evaluate`, `predict` and `train_on_batch`."""
+
+import json
+import types
+
+import numpy as np
+import pytest
+
+from accumtrainer import Accumulation, Callback, DataError, Every, Trainer
+from accumtrainer import loop as loop_module
+from accumtrainer.keras_api import BACKEND, keras, ops
+
+X = np.random.default_rng(0).normal(size=(24, 3)).astype("float32")
+Y = (X @ [[1.0], [-2.0], [0.5]] + 0.1).astype("float32")
+LABELS = (X[:, 0] > 0).astype("int32")
+
+# Nothing here is about XLA, and TensorFlow starts sooner without it.
+JIT_COMPILE = False if BACKEND == "tensorflow" else "auto"
+
+
+class Applied(Callback):
+    """Keeps the logs of every window, and when validations ended."""
+
+    def __init__(self):
+        super().__init__()
+        self.logs = []
+        self.validations = []
+        self.epochs = []
+
+    def on_apply(self, update, logs=None):
+        self.logs.append(dict(logs))
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epochs.append(epoch)
+
+    def on_validation_end(self, update, logs=None):
+        self.validations.append((update, dict(logs)))
+
+
+def numbers(variable):
+    """Copy a variable's values to the host."""
+    return np.asarray(ops.convert_to_tensor(variable)).copy()
+
+
+def weights_of(model):
+    return [numbers(v) for v in model.trainable_variables]
+
+
+def make_model():
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+
+
+def make_trainer(model=None, **options):
+    """Make a Trainer of 4 micro-batches, with the list of what it did."""
+    applied = Applied()
+    options = {
+        "optimizer": keras.optimizers.SGD(0.05),
+        "loss": "mse",
+        "accumulation": 4,
+        "seed": 0,
+        "callbacks": [applied],
+        "jit_compile": JIT_COMPILE,
+    } | options
+    return Trainer(model or make_model(), **options), applied
+
+
+def fit(trainer, x=X, y=Y, **options):
+    """Train on three updates an epoch of 4 micro-batches of 2."""
+    return trainer.fit(x, y, **({"batch_size": 2, "verbose": 0} | options))
+
+
+def assert_same_weights(one, other, **tolerance):
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} | tolerance
+    for a, b in zip(weights_of(one), weights_of(other), strict=True):
+        np.testing.assert_allclose(a, b, **tolerance)
+
+
+# What comes back.
+
+
+def test_history_has_the_names_of_keras_and_the_clocks():
+    trainer, _ = make_trainer(metrics=["mae"], weighted_metrics=["mape"])
+    history = fit(trainer, epochs=2, validation_data=(X, Y))
+    assert history.epoch == [0, 1]
+    assert set(history.history) == {
+        "loss",
+        "mae",
+        "mape",
+        "val_loss",
+        "val_mae",
+        "val_mape",
+        "learning_rate",
+        "loss_scale",
+        "gradient_norm",
+        "updates",
+        "skipped_updates",
+    }
+    assert all(len(column) == 2 for column in history.history.values())
+    assert history.history["updates"] == [3, 6]
+
+
+def test_history_holds_plain_numbers():
+    trainer, _ = make_trainer(metrics=["mae"])
+    history = fit(trainer, validation_data=(X, Y))
+    json.dumps(history.history)
+
+
+def test_several_outputs_log_their_losses_as_keras_does():
+    inputs = keras.Input([3])
+    model = keras.Model(
+        inputs,
+        {
+            "a": keras.layers.Dense(1, name="a")(inputs),
+            "b": keras.layers.Dense(1, name="b")(inputs),
+        },
+    )
+    trainer, _ = make_trainer(
+        model,
+        loss={"a": "mse", "b": "mae"},
+        loss_weights={"a": 1.0, "b": 0.5},
+        metrics={"a": "mae"},
+    )
+    history = fit(
+        trainer, y={"a": Y, "b": Y}, validation_data=(X, {"a": Y, "b": Y})
+    ).history
+    for prefix in ("", "val_"):
+        total = (
+            history[f"{prefix}a_loss"][0] + 0.5 * history[f"{prefix}b_loss"][0]
+        )
+        assert history[f"{prefix}loss"][0] == pytest.approx(total, rel=1e-5)
+        assert f"{prefix}a_mae" in history
+
+
+def test_first_epoch_is_plain_training_on_bigger_batches():
+    """The weights after three updates, computed in NumPy."""
+    trainer, _ = make_trainer()
+    kernel, bias = weights_of(trainer.model)
+    fit(trainer, shuffle=False)
+    for start in range(0, 24, 8):
+        x, y = X[start : start + 8], Y[start : start + 8]
+        error = x @ kernel + bias - y
+        kernel = kernel - 0.05 * 2 * x.T @ error / 8
+        bias = bias - 0.05 * 2 * error.mean(axis=0)
+    for expected, received in zip(
+        (kernel, bias), weights_of(trainer.model), strict=True
+    ):
+        np.testing.assert_allclose(received, expected, rtol=1e-5, atol=1e-6)
+
+
+# How long.
+
+
+def test_one_epoch_is_the_default():
+    trainer, applied = make_trainer()
+    fit(trainer)
+    assert applied.epochs == [0]
+    assert trainer.progress.epochs == 1
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 4, 7])
+def test_max_updates_stops_after_so_many(limit):
+    trainer, applied = make_trainer()
+    history = fit(trainer, max_updates=limit)
+    assert trainer.progress.updates == limit
+    assert len(history.epoch) == -(-limit // 3)
+
+
+def test_max_updates_ends_within_the_epochs_given():
+    trainer, _ = make_trainer()
+    fit(trainer, max_updates=100, epochs=2)
+    assert trainer.progress.updates == 6
+
+
+def test_max_updates_counts_updates_not_windows():
+    x = X.copy()
+    x[0] = np.nan
+    trainer, _ = make_trainer()
+    fit(trainer, x, max_updates=4, shuffle=False)
+    assert trainer.progress.updates == 4
+    assert trainer.progress.skipped_updates == 2
+
+
+def test_max_updates_counts_from_this_call():
+    trainer, _ = make_trainer()
+    fit(trainer, max_updates=2)
+    fit(trainer, max_updates=2)
+    assert trainer.progress.updates == 4
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Give a clock that stands still until a test moves it."""
+    stopped = types.SimpleNamespace(now=100.0)
+    stopped.monotonic = lambda: stopped.now
+    monkeypatch.setattr(loop_module, "time", stopped)
+    return stopped
+
+
+class Tick(Callback):
+    """Lets a second go by with every update."""
+
+    def __init__(self, clock):
+        super().__init__()
+        self._clock = clock
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self._clock.now += 1.0
+
+
+def test_max_seconds_stops_when_they_have_passed(clock):
+    trainer, _ = make_trainer()
+    history = fit(trainer, max_seconds=5, callbacks=[Tick(clock)])
+    assert trainer.progress.updates == 5
+    assert history.epoch == [0, 1]
+
+
+def test_progress_counts_the_seconds_of_training(clock):
+    trainer, _ = make_trainer()
+    fit(trainer, callbacks=[Tick(clock)])
+    clock.now += 1000.0
+    fit(trainer, callbacks=[Tick(clock)])
+    assert trainer.progress.seconds == 6.0
+
+
+def test_validation_every_so_many_seconds(clock):
+    trainer, applied = make_trainer()
+    fit(
+        trainer,
+        epochs=3,
+        validation_data=(X, Y),
+        validation_every=Every(2.5, "seconds"),
+        callbacks=[Tick(clock)],
+    )
+    assert [update for update, _ in applied.validations] == [3, 5, 8]
+
+
+def test_initial_epoch_counts_epochs_from_there():
+    trainer, applied = make_trainer()
+    history = fit(trainer, epochs=4, initial_epoch=2)
+    assert applied.epochs == history.epoch == [2, 3]
+    assert trainer.progress.updates == 6
+
+
+def test_initial_epoch_at_the_end_trains_nothing_as_in_keras():
+    trainer, applied = make_trainer()
+    before = weights_of(trainer.model)
+    history = fit(trainer, epochs=2, initial_epoch=2)
+    assert history.history == {}
+    assert applied.logs == []
+    for old, new in zip(before, weights_of(trainer.model), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_initial_epoch_takes_up_the_order_of_its_epoch():
+    straight, _ = make_trainer()
+    fit(straight, epochs=3)
+    broken, _ = make_trainer()
+    fit(broken, epochs=2)
+    fit(broken, epochs=3, initial_epoch=2)
+    for one, other in zip(
+        weights_of(straight.model), weights_of(broken.model), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_steps_per_epoch_counts_loader_batches():
+    trainer, applied = make_trainer()
+    fit(trainer, steps_per_epoch=8, epochs=3)
+    assert len(applied.logs) == 6
+    assert trainer.progress.samples == 48
+
+
+def test_second_fit_goes_on_counting():
+    trainer, applied = make_trainer()
+    fit(trainer, epochs=2)
+    first = trainer.progress
+    fit(trainer)
+    assert first.as_dict() == {
+        "updates": 6,
+        "micro_batches": 24,
+        "samples": 48,
+        "skipped_updates": 0,
+        "epochs": 2,
+        "seconds": first.seconds,
+    }
+    assert trainer.progress.updates == 9
+    assert trainer.progress.epochs == 3
+    assert applied.epochs == [0, 1, 0]
+
+
+def test_second_fit_goes_on_with_weights_and_optimizer():
+    data = {"shuffle": False}
+    adam = [keras.optimizers.Adam(0.01) for _ in range(2)]
+    once, _ = make_trainer(optimizer=adam[0])
+    fit(once, epochs=2, **data)
+    twice, _ = make_trainer(optimizer=adam[1])
+    fit(twice, **data)
+    fit(twice, **data)
+    for one, other in zip(
+        weights_of(once.model), weights_of(twice.model), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_fast_dev_run_tries_everything_once():
+    trainer, applied = make_trainer()
+    history = fit(trainer, epochs=50, validation_data=(X, Y), fast_dev_run=True)
+    assert trainer.progress.updates == 1
+    assert len(applied.validations) == 1
+    assert "val_loss" in history.history
+    assert len(history.epoch) == 1
+
+
+def test_fast_dev_run_can_be_a_number_of_updates():
+    trainer, applied = make_trainer()
+    seen = []
+
+    class Count(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            seen.append(batch)
+
+    fit(
+        trainer,
+        validation_data=(X, Y),
+        fast_dev_run=2,
+        callbacks=[Count()],
+    )
+    assert trainer.progress.updates == 2
+    assert seen == [0, 1]
+
+
+def test_overfit_batches_shows_the_same_few_batches_again():
+    trainer, applied = make_trainer(optimizer=keras.optimizers.SGD(0.0))
+    kernel, bias = weights_of(trainer.model)
+    fit(trainer, overfit_batches=4, epochs=3)
+    expected = np.mean((X[:8] @ kernel + bias - Y[:8]) ** 2)
+    losses = [logs["loss"] for logs in applied.logs]
+    np.testing.assert_allclose(losses, [expected] * 3, rtol=1e-5)
+
+
+# Validation.
+
+
+def test_validation_loss_is_that_of_evaluate():
+    trainer, _ = make_trainer(metrics=["mae"])
+    history = fit(trainer, validation_data=(X[:7], Y[:7]))
+    loss, mae = trainer.evaluate(X[:7], Y[:7], verbose=0)
+    assert history.history["val_loss"] == pytest.approx([loss], rel=1e-5)
+    assert history.history["val_mae"] == pytest.approx([mae], rel=1e-5)
+
+
+def test_validation_may_have_sample_weights():
+    trainer, _ = make_trainer()
+    weight = np.linspace(0, 1, 24).astype("float32")
+    history = fit(trainer, validation_data=(X, Y, weight))
+    errors = (trainer.predict(X, verbose=0) - Y)[:, 0] ** 2
+    expected = np.mean(errors * weight)
+    assert history.history["val_loss"] == pytest.approx([expected], rel=1e-5)
+
+
+def test_validation_every_so_many_updates():
+    trainer, applied = make_trainer()
+    history = fit(
+        trainer,
+        epochs=3,
+        validation_data=(X, Y),
+        validation_every=Every(2, "updates"),
+    )
+    assert [update for update, _ in applied.validations] == [2, 4, 6, 8]
+    assert len(history.history["val_loss"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("every", "updates"),
+    [
+        (Every(2, "epochs"), [6, 12]),
+        (Every(24, "micro_batches"), [6, 12]),
+        (Every(16, "samples"), [2, 4, 6, 8, 10, 12]),
+    ],
+    ids=str,
+)
+def test_validation_follows_any_clock(every, updates):
+    trainer, applied = make_trainer()
+    fit(trainer, epochs=4, validation_data=(X, Y), validation_every=every)
+    assert [update for update, _ in applied.validations] == updates
+
+
+def test_validation_amid_an_epoch_leaves_its_metrics_alone():
+    plain, _ = make_trainer(metrics=["mae"])
+    validated, _ = make_trainer(metrics=["mae"])
+    expected = fit(plain).history
+    received = fit(
+        validated,
+        validation_data=(3 * X, Y),
+        validation_every=Every(1, "updates"),
+    ).history
+    for name in ("loss", "mae"):
+        np.testing.assert_allclose(received[name], expected[name], rtol=1e-6)
+    assert_same_weights(plain.model, validated.model, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("frequency", "epochs"), [(1, [0, 1, 2, 3]), (2, [1, 3]), ([1, 4], [0, 3])]
+)
+def test_validation_freq_chooses_epochs(frequency, epochs):
+    trainer, applied = make_trainer()
+    fit(trainer, epochs=4, validation_data=(X, Y), validation_freq=frequency)
+    assert [update // 3 - 1 for update, _ in applied.validations] == epochs
+
+
+def test_named_validation_sets_are_logged_by_name():
+    trainer, applied = make_trainer(metrics=["mae"])
+    history = fit(
+        trainer, validation_data={"near": (X, Y), "far": (X, Y + 10.0)}
+    ).history
+    for name in ("near", "far"):
+        assert f"val_{name}_loss" in history
+        assert f"val_{name}_mae" in history
+    assert "val_loss" not in history
+    assert history["val_far_loss"][0] > history["val_near_loss"][0]
+    ((_, logs),) = applied.validations
+    assert set(logs) == {
+        "val_near_loss",
+        "val_near_mae",
+        "val_far_loss",
+        "val_far_mae",
+    }
+
+
+def test_validation_split_keeps_the_last_samples():
+    split, _ = make_trainer(optimizer=keras.optimizers.SGD(0.0))
+    history = fit(split, validation_split=0.25).history
+    assert split.progress.samples == 18
+    loss = split.evaluate(X[18:], Y[18:], verbose=0)
+    assert history["val_loss"] == pytest.approx([loss], rel=1e-5)
+
+
+def test_validation_steps_counts_loader_batches():
+    trainer, _ = make_trainer(optimizer=keras.optimizers.SGD(0.0))
+    history = fit(
+        trainer,
+        validation_data=(X, Y),
+        validation_batch_size=4,
+        validation_steps=2,
+    ).history
+    loss = trainer.evaluate(X[:8], Y[:8], verbose=0)
+    assert history["val_loss"] == pytest.approx([loss], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: [X, Y], id="list"),
+        pytest.param(lambda: [(X[:12], Y[:12]), (X[12:], Y[12:])], id="loader"),
+    ],
+)
+def test_validation_data_may_be_a_list(make):
+    trainer, _ = make_trainer()
+    history = fit(trainer, validation_data=make()).history
+    loss = trainer.evaluate(X, Y, verbose=0)
+    assert history["val_loss"] == pytest.approx([loss], rel=1e-5)
+
+
+# Data.
+
+
+class Batches(keras.utils.PyDataset):
+    """The training data in batches of 2."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        rows = slice(2 * index, 2 * index + 2)
+        return X[rows], Y[rows]
+
+
+def generate(epochs=1):
+    for _ in range(epochs):
+        for start in range(0, 24, 2):
+            yield X[start : start + 2], Y[start : start + 2]
+
+
+def as_tf_data():
+    tf = pytest.importorskip("tensorflow")
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(Batches, id="pydataset"),
+        pytest.param(generate, id="generator"),
+        pytest.param(lambda: list(generate()), id="list"),
+        pytest.param(as_tf_data, id="tf.data"),
+    ],
+)
+def test_every_source_gives_the_weights_of_arrays(make):
+    arrays, _ = make_trainer()
+    fit(arrays, shuffle=False)
+    other, _ = make_trainer()
+    other.fit(make(), shuffle=False, verbose=0)
+    assert other.progress.updates == 3
+    assert_same_weights(arrays.model, other.model)
+
+
+def test_generator_serves_several_epochs_by_steps():
+    arrays, _ = make_trainer()
+    fit(arrays, shuffle=False, epochs=2)
+    other, _ = make_trainer()
+    other.fit(generate(2), epochs=2, steps_per_epoch=12, verbose=0)
+    assert_same_weights(arrays.model, other.model)
+
+
+def test_generator_that_runs_dry_is_reported():
+    trainer, _ = make_trainer()
+    with pytest.raises(DataError, match="none in epoch 1"):
+        trainer.fit(generate(), epochs=2, verbose=0)
+
+
+def test_dropping_everything_is_reported():
+    trainer, _ = make_trainer(accumulation=Accumulation(steps=99, tail="drop"))
+    with pytest.raises(DataError, match="tail='drop' must leave something"):
+        fit(trainer)
+
+
+def test_inputs_may_be_a_dict():
+    def model_of_dict():
+        keras.utils.set_random_seed(0)
+        a, b = keras.Input([1], name="a"), keras.Input([2], name="b")
+        joined = keras.layers.Concatenate()([a, b])
+        return keras.Model({"a": a, "b": b}, keras.layers.Dense(1)(joined))
+
+    def model_of_array():
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input([3])
+        return keras.Model(inputs, keras.layers.Dense(1)(inputs))
+
+    one, _ = make_trainer(model_of_array())
+    other, _ = make_trainer(model_of_dict())
+    other.model.set_weights(weights_of(one.model))
+    fit(one)
+    fit(other, x={"a": X[:, :1], "b": X[:, 1:]})
+    assert_same_weights(one.model, other.model)
+    np.testing.assert_allclose(
+        other.predict({"a": X[:, :1], "b": X[:, 1:]}, verbose=0),
+        one.predict(X, verbose=0),
+        rtol=1e-5,
+    )
+
+
+def test_inputs_may_be_a_tuple():
+    a, b = keras.Input([1]), keras.Input([2])
+    joined = keras.layers.Concatenate()([a, b])
+    model = keras.Model((a, b), keras.layers.Dense(1)(joined))
+    trainer, _ = make_trainer(model)
+    fit(trainer, x=(X[:, :1], X[:, 1:]))
+    assert trainer.progress.updates == 3
+
+
+class Subclassed(keras.Model):
+    """A model whose variables are made by its first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x, training=False):
+        return self.dense(x)
+
+
+def test_subclassed_model_is_built_by_its_data():
+    keras.utils.set_random_seed(0)
+    trainer, _ = make_trainer(Subclassed())
+    assert not trainer.model.built
+    history = fit(trainer, epochs=30, validation_data=(X, Y)).history
+    assert history["val_loss"][-1] < 0.1 * history["val_loss"][0]
+
+
+def test_subclassed_model_is_built_by_evaluate_and_predict():
+    for method, data in (("evaluate", (X, Y)), ("predict", (X,))):
+        trainer, _ = make_trainer(Subclassed())
+        getattr(trainer, method)(*data, verbose=0)
+        assert trainer.model.built
+
+
+def test_class_weight_weighs_the_samples_of_a_class():
+    def model_of_labels():
+        keras.utils.set_random_seed(0)
+        return keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    weighted, _ = make_trainer(model_of_labels(), loss=loss)
+    fit(weighted, y=LABELS, class_weight={0: 0.5, 1: 3.0})
+    by_hand, _ = make_trainer(model_of_labels(), loss=loss)
+    fit(by_hand, y=LABELS, sample_weight=np.where(LABELS == 1, 3.0, 0.5))
+    assert_same_weights(weighted.model, by_hand.model, rtol=0, atol=0)
+
+
+def test_shuffling_depends_on_the_seed_alone():
+    ends = []
+    for seed in (1, 1, 2):
+        trainer, _ = make_trainer(seed=seed)
+        fit(trainer, epochs=2)
+        ends.append(weights_of(trainer.model)[0])
+    np.testing.assert_array_equal(ends[0], ends[1])
+    assert np.any(ends[0] != ends[2])
+
+
+# What an update is made of.
+
+
+def test_number_of_micro_batches_may_change_with_the_epoch():
+    trainer, applied = make_trainer(
+        accumulation=Accumulation(steps={0: 2, 1: 4, 3: 12})
+    )
+    fit(trainer, epochs=4)
+    assert applied.logs[-1]["updates"] == 6 + 3 + 3 + 1
+    assert trainer.progress.micro_batches == 48
+
+
+def test_number_of_micro_batches_may_follow_the_updates_made():
+    asked = []
+
+    def steps(updates):
+        asked.append(updates)
+        return updates + 1
+
+    trainer, _ = make_trainer(accumulation=Accumulation(steps=steps))
+    seen = []
+
+    class Sizes(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(self.trainer.progress.micro_batches)
+
+    fit(trainer, callbacks=[Sizes()])
+    assert seen == [1, 3, 6, 10, 12]
+    assert asked == [0, 1, 2, 3, 4]
+
+
+def test_skipped_updates_do_not_move_a_function_of_the_updates():
+    x = X.copy()
+    x[0] = np.nan
+    trainer, applied = make_trainer(
+        accumulation=Accumulation(steps=lambda updates: updates + 1)
+    )
+    fit(trainer, x, shuffle=False)
+    assert [logs["applied"] for logs in applied.logs][:2] == [False, True]
+    assert trainer.progress.updates == 5
+    assert trainer.progress.skipped_updates == 1
+
+
+@pytest.mark.parametrize("samples", [24, 22, 17, 5])
+@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize(
+    "accumulation",
+    [
+        Accumulation(steps=4, tail="flush"),
+        Accumulation(steps=4, tail="carry"),
+        Accumulation(steps=2, tail="drop"),
+        Accumulation(micro_batch_size=3),
+        Accumulation(steps={0: 1, 2: 3}),
+    ],
+    ids=["flush", "carry", "drop", "slices", "by-epoch"],
+)
+def test_updates_made_are_those_foretold(samples, epochs, accumulation):
+    trainer, _ = make_trainer(accumulation=accumulation)
+    fit(trainer, X[:samples], Y[:samples], epochs=epochs)
+    assert trainer.progress.updates == accumulation.updates(
+        samples=samples, batch_size=2, epochs=epochs
+    )
+
+
+def test_flushed_tail_is_divided_by_what_it_holds():
+    trainer, _ = make_trainer()
+    kernel, bias = weights_of(trainer.model)
+    fit(trainer, X[:3], Y[:3], shuffle=False)
+    error = X[:3] @ kernel + bias - Y[:3]
+    np.testing.assert_allclose(
+        weights_of(trainer.model)[0],
+        kernel - 0.05 * 2 * X[:3].T @ error / 3,
+        rtol=1e-5,
+    )
+
+
+def test_carried_tail_is_applied_in_the_next_epoch():
+    """Two epochs of 3 batches are one window of 4 and one of 2."""
+    carried, _ = make_trainer(accumulation=Accumulation(steps=4, tail="carry"))
+    fit(carried, X[:6], Y[:6], epochs=2, shuffle=False)
+    twice = np.r_[0:6, 0:6]
+    flat, _ = make_trainer()
+    fit(flat, X[twice], Y[twice], shuffle=False)
+    assert_same_weights(carried.model, flat.model)
+
+
+def test_epoch_too_short_for_an_update_carries_everything(capsys):
+    """Four epochs of 3 batches are one window of 8 and one of 4."""
+    carried, applied = make_trainer(
+        accumulation=Accumulation(steps=8, tail="carry")
+    )
+    history = fit(carried, X[:6], Y[:6], epochs=4, shuffle=False, verbose=2)
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line == (
+        f"16 samples per update = 8 micro-batches x 2; {carried.plan}"
+    )
+    assert carried.progress.updates == 2
+    assert carried.progress.epochs == 4
+    assert history.history["updates"] == [1, 2]
+    flat, _ = make_trainer(accumulation=8)
+    often = np.tile(np.arange(6), 4)
+    fit(flat, X[often], Y[often], shuffle=False)
+    assert_same_weights(carried.model, flat.model)
+
+
+def test_dropped_tail_changes_nothing():
+    dropped, _ = make_trainer(accumulation=Accumulation(steps=4, tail="drop"))
+    fit(dropped, X[:14], Y[:14], shuffle=False)
+    shorter, _ = make_trainer()
+    fit(shorter, X[:8], Y[:8], shuffle=False)
+    assert dropped.progress.updates == 1
+    assert_same_weights(dropped.model, shorter.model)
+
+
+def test_loader_batch_is_one_update_when_it_is_sliced():
+    sliced, _ = make_trainer(accumulation=Accumulation(micro_batch_size=3))
+    fit(sliced, batch_size=8, shuffle=False)
+    whole, _ = make_trainer(accumulation=1)
+    fit(whole, batch_size=8, shuffle=False)
+    assert sliced.progress.updates == 3
+    assert sliced.progress.micro_batches == 9
+    assert_same_weights(sliced.model, whole.model)
+
+
+# What is printed.
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "options", "line"),
+    [
+        (
+            4,
+            {},
+            "8 samples per update = 4 micro-batches x 2; 3 updates per epoch; ",
+        ),
+        (
+            Accumulation(micro_batch_size=4),
+            {"batch_size": 12},
+            "12 samples per update = 3 micro-batches x 4; "
+            "2 updates per epoch; ",
+        ),
+        (
+            Accumulation(micro_batch_size=5),
+            {"batch_size": 12},
+            "12 samples per update = 3 micro-batches of 2 to 5; "
+            "2 updates per epoch; ",
+        ),
+        (
+            1,
+            {},
+            "2 samples per update = 1 micro-batch; 12 updates per epoch; ",
+        ),
+    ],
+    ids=["steps", "slices", "uneven", "plain"],
+)
+def test_first_line_says_what_will_happen(capsys, accumulation, options, line):
+    trainer, _ = make_trainer(accumulation=accumulation)
+    fit(trainer, verbose=2, **options)
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == line + str(trainer.plan)
+
+
+def test_first_line_leaves_out_what_nobody_knows(capsys):
+    trainer, _ = make_trainer()
+    trainer.fit(generate(), verbose=2)
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == (
+        f"8 samples per update = 4 micro-batches x 2; {trainer.plan}"
+    )
+
+
+def test_verbose_0_prints_nothing(capfd):
+    trainer, _ = make_trainer()
+    fit(trainer, epochs=2, validation_data=(X, Y))
+    trainer.evaluate(X, Y, verbose=0)
+    trainer.predict(X, verbose=0)
+    trainer.train_on_batch(X, Y)
+    captured = capfd.readouterr()
+    assert captured.out == ""
+
+
+def test_verbose_2_prints_a_line_per_epoch(capsys):
+    trainer, _ = make_trainer()
+    fit(trainer, epochs=2, verbose=2)
+    lines = capsys.readouterr().out.splitlines()
+    assert any("Epoch 1/2" in line for line in lines)
+    assert any("Epoch 2/2" in line and "loss" in line for line in lines)
+
+
+# What the model is left like.
+
+
+def test_model_is_left_compiled_with_the_live_optimizer():
+    optimizer = keras.optimizers.Adam()
+    trainer, _ = make_trainer(optimizer=optimizer, metrics=["mae"])
+    fit(trainer)
+    assert trainer.model.compiled
+    assert trainer.model.optimizer is trainer.optimizer is optimizer
+    assert int(trainer.model.optimizer.iterations) == 3
+
+
+def test_saved_model_brings_its_optimizer(tmp_path):
+    trainer, _ = make_trainer(optimizer=keras.optimizers.Adam(0.01))
+    fit(trainer)
+    trainer.model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert_same_weights(trainer.model, loaded, rtol=0, atol=0)
+    for one, other in zip(
+        trainer.optimizer.variables, loaded.optimizer.variables, strict=True
+    ):
+        np.testing.assert_array_equal(numbers(one), numbers(other))
+    again, _ = make_trainer(loaded, optimizer=None, loss=None)
+    fit(again, shuffle=False)
+    fit(trainer, shuffle=False)
+    assert_same_weights(trainer.model, again.model)
+
+
+def test_compiled_model_needs_nothing_but_the_trainer():
+    model = make_model()
+    optimizer = keras.optimizers.SGD(0.05)
+    model.compile(optimizer=optimizer, loss="mse", metrics=["mae"])
+    compiled = Trainer(model, accumulation=4, seed=0)
+    history = fit(compiled).history
+    given, _ = make_trainer(metrics=["mae"])
+    fit(given)
+    assert "mae" in history
+    assert compiled.optimizer is optimizer
+    assert_same_weights(compiled.model, given.model)
+
+
+def test_trainer_arguments_go_before_those_compiled():
+    model = make_model()
+    model.compile(optimizer="adam", loss="mae", metrics=["mae"])
+    optimizer = keras.optimizers.SGD(0.05)
+    trainer = Trainer(
+        model, optimizer=optimizer, loss="mse", accumulation=4, seed=0
+    )
+    fit(trainer)
+    given, _ = make_trainer()
+    fit(given)
+    assert trainer.optimizer is model.optimizer is optimizer
+    assert_same_weights(model, given.model)
+
+
+def test_changed_trainable_flags_are_refused():
+    model = keras.Sequential(
+        [keras.Input([3]), keras.layers.Dense(2), keras.layers.Dense(1)]
+    )
+    trainer, _ = make_trainer(model)
+    fit(trainer)
+    before = weights_of(model)
+    model.layers[0].trainable = False
+    for train in (
+        lambda: fit(trainer),
+        lambda: trainer.train_on_batch(X, Y),
+    ):
+        with pytest.raises(ValueError, match="Make a new Trainer"):
+            train()
+    model.layers[0].trainable = True
+    for old, new in zip(before, weights_of(model), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_frozen_layers_stay_as_they_were():
+    model = keras.Sequential(
+        [keras.Input([3]), keras.layers.Dense(2), keras.layers.Dense(1)]
+    )
+    model.layers[0].trainable = False
+    frozen = numbers(model.layers[0].kernel)
+    moved = numbers(model.layers[1].kernel)
+    trainer, _ = make_trainer(model)
+    fit(trainer)
+    np.testing.assert_array_equal(numbers(model.layers[0].kernel), frozen)
+    assert np.any(numbers(model.layers[1].kernel) != moved)
+
+
+# Evaluation, prediction, single batches.
+
+
+def test_evaluate_returns_what_keras_returns():
+    trainer, _ = make_trainer(metrics=["mae"])
+    errors = trainer.predict(X, verbose=0) - Y
+    expected = [np.mean(errors**2), np.mean(np.abs(errors))]
+    results = trainer.evaluate(X, Y, verbose=0)
+    assert results == pytest.approx(expected, rel=1e-5)
+    named = trainer.evaluate(X, Y, verbose=0, return_dict=True)
+    assert named == pytest.approx(
+        dict(zip(("loss", "mae"), expected, strict=True)), rel=1e-5
+    )
+
+
+def test_evaluate_without_metrics_returns_the_loss_alone():
+    trainer, _ = make_trainer()
+    assert isinstance(trainer.evaluate(X, Y, verbose=0), float)
+
+
+def test_evaluate_weighs_uneven_batches_by_their_samples():
+    trainer, _ = make_trainer()
+    whole = trainer.evaluate(X, Y, batch_size=24, verbose=0)
+    uneven = trainer.evaluate(X, Y, batch_size=7, verbose=0)
+    assert uneven == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 5, 24])
+def test_evaluation_and_prediction_are_sliced_with_the_same_results(size):
+    rows = []
+
+    class Rows(keras.layers.Layer):
+        def call(self, x):
+            rows.append(x.shape[0])
+            return x
+
+    def model_that_counts():
+        keras.utils.set_random_seed(0)
+        return keras.Sequential([Rows(), keras.layers.Dense(1)])
+
+    sliced, _ = make_trainer(
+        model_that_counts(),
+        accumulation=Accumulation(micro_batch_size=size),
+        metrics=["mae"],
+        run_eagerly=True,
+    )
+    sliced.predict(X[:1], verbose=0)
+    whole, _ = make_trainer(metrics=["mae"])
+    whole.model.set_weights(weights_of(sliced.model))
+    rows.clear()
+    results = sliced.evaluate(X, Y, batch_size=24, verbose=0)
+    outputs = sliced.predict(X, batch_size=24, verbose=0)
+    assert max(rows) == size
+    assert results == pytest.approx(
+        whole.evaluate(X, Y, batch_size=24, verbose=0), rel=1e-5
+    )
+    np.testing.assert_allclose(
+        outputs, whole.predict(X, batch_size=24, verbose=0), rtol=1e-5
+    )
+
+
+def test_predict_joins_batches_in_order():
+    trainer, _ = make_trainer()
+    kernel, bias = weights_of(trainer.model)
+    outputs = trainer.predict(X, batch_size=5, verbose=0)
+    assert outputs.shape == (24, 1)
+    np.testing.assert_allclose(outputs, X @ kernel + bias, rtol=1e-5, atol=1e-6)
+
+
+def test_predict_ignores_targets_of_a_loader():
+    trainer, _ = make_trainer()
+    outputs = trainer.predict(generate(), verbose=0)
+    np.testing.assert_allclose(
+        outputs, trainer.predict(X, verbose=0), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_predict_and_evaluate_take_so_many_steps():
+    trainer, _ = make_trainer()
+    outputs = trainer.predict(generate(), steps=3, verbose=0)
+    assert len(outputs) == 6
+    loss = trainer.evaluate(generate(), steps=3, verbose=0)
+    expected = trainer.evaluate(X[:6], Y[:6], verbose=0)
+    assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_predict_needs_neither_loss_nor_targets():
+    trainer, _ = make_trainer(Subclassed())
+    assert trainer.predict(X, verbose=0).shape == (24, 1)
+
+
+@pytest.mark.parametrize(
+    "accumulation",
+    [4, Accumulation(micro_batch_size=2)],
+    ids=["steps", "slices"],
+)
+def test_train_on_batch_makes_one_update_of_the_batch(accumulation):
+    single, applied = make_trainer(accumulation=accumulation)
+    loss = single.train_on_batch(X[:8], Y[:8])
+    reference, _ = make_trainer()
+    history = fit(reference, X[:8], Y[:8], shuffle=False)
+    assert single.progress.updates == 1
+    assert single.progress.micro_batches == 4
+    assert loss == pytest.approx(history.history["loss"][0], rel=1e-5)
+    assert_same_weights(single.model, reference.model)
+
+
+def test_train_on_batch_returns_what_keras_returns():
+    trainer, _ = make_trainer(metrics=["mae"])
+    results = trainer.train_on_batch(X, Y)
+    assert len(results) == 2
+    named = trainer.train_on_batch(X, Y, return_dict=True)
+    assert {"loss", "mae", "updates", "learning_rate"} <= set(named)
+
+
+def test_train_on_batch_takes_weights():
+    weighted, _ = make_trainer()
+    weight = np.r_[np.ones(12), np.zeros(12)]
+    weighted.train_on_batch(X, Y, sample_weight=weight)
+    kernel, bias = weights_of(make_model())
+    error = (X @ kernel + bias - Y)[:12]
+    np.testing.assert_allclose(
+        weights_of(weighted.model)[0],
+        kernel - 0.05 * 2 * X[:12].T @ error / 24,
+        rtol=1e-5,
+        atol=1e-6,
+    )
