@@ -34,7 +34,11 @@ def numbers(variable):
     return np.asarray(ops.convert_to_tensor(variable)).copy()
 
 
-def use_plan(monkeypatch, name, *, jit_compile=False):
+# TensorFlow compiles without XLA too, and sooner; JAX does not.
+QUICKLY = BACKEND == "jax"
+
+
+def use_plan(monkeypatch, name, *, jit_compile=QUICKLY):
     """Make every Trainer run its windows by one plan."""
     plan = Plan(name=name, jit_compile=jit_compile)
     monkeypatch.setattr(trainer_module, "choose_plan", lambda *a, **k: plan)
