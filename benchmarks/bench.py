@@ -27,6 +27,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
+from handwritten import make_window
 
 from accumtrainer import Accumulation, Trainer
 
@@ -218,6 +219,27 @@ def gpt():
     )
 
 
+@cell
+def vgg16():
+    """Make VGG-16, one example at a time."""
+
+    def make_model():
+        return keras.applications.VGG16(
+            weights=None,
+            input_shape=(32, 32, 3),
+            classes=10,
+            classifier_activation=None,
+        )
+
+    return Cell(
+        title="VGG-16 at 32x32",
+        make_model=make_model,
+        micro_batch_size=1,
+        micro_batches=16,
+        **random_data([32, 32, 3], classes=10, samples=40 * 16),
+    )
+
+
 class AddPositions(keras.layers.Layer):
     """Adds a learned vector for each position of a sequence."""
 
@@ -289,6 +311,50 @@ def keras_big_batch(cell, model):
     return run_keras(
         "Keras fit, big batch", cell, model, batch_size=cell.samples_per_update
     )
+
+
+@contender("jax")
+def handwritten(cell, model):
+    """Write the window by hand, for this model alone."""
+    return run_handwritten("hand-written window", cell, model)
+
+
+@contender("tensorflow")
+def handwritten_with_xla(cell, model):
+    """Write the window by hand, compiled by XLA."""
+    return run_handwritten("hand-written, XLA", cell, model, jit_compile=True)
+
+
+@contender("tensorflow")
+def handwritten_without_xla(cell, model):
+    """Write the window by hand, not compiled by XLA."""
+    return run_handwritten("hand-written", cell, model, jit_compile=False)
+
+
+def run_handwritten(name, cell, model, *, jit_compile=True):
+    """Get a hand-written window ready, `Runner`."""
+    run, wait = make_window(
+        model, keras.optimizers.Adam(), make_loss(), jit_compile=jit_compile
+    )
+    shape = (cell.micro_batches, cell.micro_batch_size)
+
+    def fit(updates):
+        losses = []
+        for index in range(updates):
+            start = index * cell.samples_per_update
+            window = slice(start, start + cell.samples_per_update)
+            losses.append(
+                run(
+                    *(
+                        data[window].reshape(*shape, *data.shape[1:])
+                        for data in (cell.x, cell.y)
+                    )
+                )
+            )
+        wait()
+        return float(np.mean([float(loss) for loss in losses]))
+
+    return Runner(name=name, fit=fit, describe=lambda: "XLA" * jit_compile)
 
 
 def run_trainer(name, cell, model, *, jit_compile):

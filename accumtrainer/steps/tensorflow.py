@@ -4,6 +4,10 @@ Variables are updated in place; `tf.function` orders reads and writes as they
 are written.
 """
 
+import functools
+from typing import Any, cast
+
+import optree
 import tensorflow as tf
 
 from accumtrainer.keras_api import tree
@@ -52,12 +56,7 @@ class TensorFlowBackend:
             return lambda *args: function(
                 *(tree.map_structure(_to_tensor, arg) for arg in args)
             )
-        return tf.function(
-            function,
-            jit_compile=jit_compile,
-            reduce_retracing=True,
-            autograph=False,
-        )
+        return _Compiled(function, jit_compile)
 
     def publish(self):
         """Make the Keras variables current; here they always are."""
@@ -139,6 +138,42 @@ class TensorFlowBackend:
         """Whether there is a device other than the CPU."""
         devices = tf.config.list_logical_devices()
         return any(device.device_type != "CPU" for device in devices)
+
+
+class _Compiled:
+    """A `tf.function` that looks its programs up by shape and type alone.
+
+    `tf.function` itself takes longer to find the program for some nested
+    arguments than a small model takes to run it.
+    """
+
+    def __init__(self, function, jit_compile):
+        self._function = function
+        self._jit_compile = jit_compile
+        self._programs = {}
+        self._structures = {}
+
+    def __call__(self, *arguments):
+        leaves, treedef = optree.tree_flatten(cast(Any, arguments))
+        key = (treedef, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._trace(leaves, treedef)
+        return program(*map(tf.convert_to_tensor, leaves))
+
+    def _trace(self, leaves, treedef):
+        if treedef not in self._structures:
+            self._structures[treedef] = tf.function(
+                functools.partial(self._run, treedef),
+                jit_compile=self._jit_compile,
+                reduce_retracing=True,
+                autograph=False,
+            )
+        specs = map(_to_spec, leaves)
+        return self._structures[treedef].get_concrete_function(*specs)
+
+    def _run(self, treedef, *leaves):
+        return self._function(*optree.tree_unflatten(treedef, leaves))
 
 
 def _to_tensor(leaf):

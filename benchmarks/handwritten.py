@@ -1,0 +1,102 @@
+"""The limit: a window written by hand for one model, with nothing beside it.
+
+No metrics, no hooks, no loss scaling, no check that gradients are finite, no
+denominators: what a researcher writes who needs only this one update. Both
+functions return a function of a window's arrays `[k, m, ...]` that makes one
+update and returns the mean loss, still on the device.
+"""
+
+import keras
+
+
+def make_window(model, optimizer, loss_fn, *, jit_compile):
+    """Make the hand-written update of the backend Keras runs on.
+
+    Args:
+        model: `keras.Model`, built.
+        optimizer: Keras optimizer, not built.
+        loss_fn: function of targets and predictions, a scalar mean.
+        jit_compile: bool, for TensorFlow; JAX always compiles.
+
+    Returns:
+        Pair of functions: of `(x, y)` to the window's mean loss, and of
+        nothing, to wait for the device.
+    """
+    optimizer.build(model.trainable_variables)
+    if keras.backend.backend() == "jax":
+        return _make_jax_window(model, optimizer, loss_fn)
+    return _make_tensorflow_window(
+        model, optimizer, loss_fn, jit_compile=jit_compile
+    )
+
+
+def _make_jax_window(model, optimizer, loss_fn):
+    import jax
+
+    def loss_of(weights, others, x, y):
+        outputs, others = model.stateless_call(
+            weights, others, x, training=True
+        )
+        return loss_fn(y, outputs), others
+
+    def window(state, x, y):
+        weights, others, slots = state
+
+        def step(carry, batch):
+            total, others, gradients = carry
+            (loss, others), new = jax.value_and_grad(loss_of, has_aux=True)(
+                weights, others, *batch
+            )
+            gradients = jax.tree.map(jax.numpy.add, gradients, new)
+            return (total + loss, others, gradients), None
+
+        zeros = jax.tree.map(jax.numpy.zeros_like, weights)
+        start = (jax.numpy.zeros(()), others, zeros)
+        (total, others, gradients), _ = jax.lax.scan(step, start, (x, y))
+        gradients = [gradient / x.shape[0] for gradient in gradients]
+        weights, slots = optimizer.stateless_apply(slots, gradients, weights)
+        return total / x.shape[0], (weights, others, slots)
+
+    window = jax.jit(window, donate_argnums=0)
+    state = [
+        [jax.numpy.array(v.value) for v in variables]
+        for variables in (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            optimizer.variables,
+        )
+    ]
+
+    def run(x, y):
+        loss, state[:] = window(tuple(state), x, y)
+        return loss
+
+    return run, lambda: jax.block_until_ready(state)
+
+
+def _make_tensorflow_window(model, optimizer, loss_fn, *, jit_compile):
+    import tensorflow as tf
+
+    weights = [variable.value for variable in model.trainable_variables]
+
+    @tf.function(jit_compile=jit_compile, autograph=False)
+    def window(x, y):
+        count = tf.shape(x)[0]
+
+        def step(index, total, gradients):
+            with tf.GradientTape() as tape:
+                loss = loss_fn(y[index], model(x[index], training=True))
+            new = tape.gradient(loss, weights)
+            gradients = [a + b for a, b in zip(gradients, new, strict=True)]
+            return index + 1, total + loss, gradients
+
+        zeros = [tf.zeros_like(weight) for weight in weights]
+        _, total, gradients = tf.while_loop(
+            lambda index, *_: index < count, step, [0, 0.0, zeros]
+        )
+        scale = 1 / tf.cast(count, tf.float32)
+        gradients = [gradient * scale for gradient in gradients]
+        optimizer.apply(gradients, model.trainable_variables)
+        return total * scale
+
+    return window, lambda: weights[0].numpy()
