@@ -12,7 +12,7 @@
 # make test PYTEST_ARGS="-k tail"  passes options to pytest
 
 PYTHON ?= python3
-BACKENDS ?= tensorflow
+BACKENDS ?= tensorflow jax
 PYTEST_ARGS ?=
 
 # A backend chosen in the environment is the only one that is tested.
