@@ -101,6 +101,9 @@ def _balance(loss, weighing, micro_batches, totals, position):
 def gradient_weight(losses, weighing):
     """Weigh one micro-batch's gradient in the window's sum.
 
+    A micro-batch of padding alone has no loss, but its regularizers have a
+    gradient, which a window of nothing else must not lose.
+
     Args:
         losses: list of `WeightedLoss`.
         weighing: `Weighing`.

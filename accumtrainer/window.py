@@ -272,9 +272,11 @@ class WindowProgram:
             Tensor `(losses,)`, float32.
         """
         with Scratch(self._known_variables()):
-            info = self._info(index, micro_batches, training=False)
+            self._hooks._log_book.open()
+            info = self._info(index, micro_batches)
             batch = self._prepare(batch, index, info)
             self._hooks._log_book.open()
+            info = replace(info, training=False)
             denominators = self._objective.measure(batch, info).denominators()
             self._hooks._log_book.take()
         return denominators

@@ -1,0 +1,242 @@
+"""The reference every exactness test compares with: plain Keras, one batch.
+
+The gradient of a window is Keras's own gradient of `Model.compute_loss` on
+the concatenated window, differentiated here by the backend alone and without
+the package under test. Repeated rows of embedding gradients are added up,
+which Keras itself leaves undone on TensorFlow.
+"""
+
+import numpy as np
+
+from accumtrainer import Accumulation, Batch, Trainer
+from accumtrainer.keras_api import BACKEND, keras, ops, tree
+
+TOLERANCE = 1e-5
+
+
+if BACKEND == "tensorflow":
+    import tensorflow as tf
+
+    def differentiate(objective, variables):
+        """Return the value and the dense gradients, `None` where unused."""
+        values = [variable.value for variable in variables]
+        with tf.GradientTape() as tape:
+            loss = objective()
+        gradients = tape.gradient(loss, values)
+        return loss, [
+            None if g is None else tf.convert_to_tensor(g) for g in gradients
+        ]
+
+elif BACKEND == "jax":
+    import jax
+
+    def differentiate(objective, variables):
+        """Return the value and the gradients."""
+
+        def stateless(values):
+            with keras.StatelessScope(
+                state_mapping=list(zip(variables, values, strict=True)),
+                collect_losses=True,
+            ):
+                return objective()
+
+        return jax.value_and_grad(stateless)([v.value for v in variables])
+
+
+class KeepGradients(keras.optimizers.Optimizer):
+    """Changes no weight, only keeps the gradients it was given.
+
+    The gradients can then be compared without the rounding of the weights
+    they would be added to.
+    """
+
+    def __init__(self):
+        super().__init__(learning_rate=1.0)
+
+    def build(self, variables):
+        super().build(variables)
+        self.kept = self.add_optimizer_variables(variables, "gradient")
+
+    def update_step(self, gradient, variable, learning_rate):
+        del learning_rate
+        kept = self.kept[self._get_variable_index(variable)]
+        self.assign(kept, ops.cast(gradient, kept.dtype))
+
+
+def concatenate(batches):
+    """Join batches, `(x, y)` or `(x, y, sample_weight)`, into one `Batch`."""
+    batches = [Batch(*batch) for batch in batches]
+    return tree.map_structure(
+        lambda *parts: None if parts[0] is None else np.concatenate(parts),
+        *batches,
+    )
+
+
+def batch_gradients(model, batch):
+    """Compute Keras's loss and dense gradients on one batch.
+
+    Args:
+        model: compiled `keras.Model`.
+        batch: `Batch` of arrays.
+
+    Returns:
+        Pair: the loss as a float, and the list of gradient tensors.
+    """
+    x, y, sample_weight = tree.map_structure(
+        lambda leaf: None if leaf is None else ops.convert_to_tensor(leaf),
+        Batch(*batch),
+    )
+
+    def objective():
+        return model.compute_loss(
+            x=x,
+            y=y,
+            y_pred=model(x, training=True),
+            sample_weight=sample_weight,
+        )
+
+    loss, gradients = differentiate(objective, model.trainable_variables)
+    return float(loss), gradients
+
+
+def combined_gradients(model, batches, factor):
+    """Run the plain loop: the micro-batches' gradients, added up and scaled.
+
+    Args:
+        model: compiled `keras.Model`.
+        batches: list of micro-batches.
+        factor: what the sum is multiplied by.
+    """
+    parts = [batch_gradients(model, batch)[1] for batch in batches]
+    return [sum(tensors) * factor for tensors in zip(*parts, strict=True)]
+
+
+def update(model, batch):
+    """Make the update plain Keras would make with dense gradients."""
+    _, gradients = batch_gradients(model, batch)
+    model.optimizer.apply(gradients, model.trainable_variables)
+
+
+def largest_error(actual, expected):
+    """Compare lists of tensors.
+
+    Args:
+        actual: list of tensors.
+        expected: list of tensors; `None` stands for zeros, the gradient of an
+            unused variable.
+
+    Returns:
+        The largest difference relative to the largest expected value.
+    """
+    pairs = [
+        (ops.convert_to_numpy(a), 0.0 if b is None else ops.convert_to_numpy(b))
+        for a, b in zip(actual, expected, strict=True)
+    ]
+    scale = max(np.max(np.abs(b)) for _, b in pairs)
+    return max(np.max(np.abs(a - b)) for a, b in pairs) / (scale or 1.0)
+
+
+class Pair:
+    """A Trainer, and plain Keras with the same weights.
+
+    Args:
+        make_model: function without arguments, returns a built model.
+        loss: as in `Model.compile`.
+        loss_weights: as in `Model.compile`.
+        make_optimizer: function that returns an optimizer; the default one
+            keeps gradients for `gradient_error`.
+        combine: as in `Accumulation`.
+        accumulation: as in `Trainer`; by default every call of `train` makes
+            one window of all its batches.
+        trainer_class: `Trainer` or a subclass.
+        jit_compile: as in `Trainer`; off by default, because XLA takes longer
+            to compile than these small models take to train.
+        options: further arguments of `Trainer`.
+    """
+
+    def __init__(
+        self,
+        make_model,
+        *,
+        loss=None,
+        loss_weights=None,
+        make_optimizer=KeepGradients,
+        combine="exact",
+        accumulation=None,
+        trainer_class=Trainer,
+        jit_compile=False,
+        **options,
+    ):
+        self.model = make_model()
+        self.twin = make_model()
+        self.twin.set_weights(self.model.get_weights())
+        self.twin.compile(
+            make_optimizer(), loss, loss_weights=loss_weights, jit_compile=False
+        )
+        self.steps = 2
+        self.trainer = trainer_class(
+            self.model,
+            optimizer=make_optimizer(),
+            loss=loss,
+            loss_weights=loss_weights,
+            accumulation=accumulation
+            or Accumulation(steps=lambda updates: self.steps, combine=combine),
+            jit_compile=jit_compile,
+            seed=0,
+            **options,
+        )
+
+    def train(self, batches, **options):
+        """Make one update of all batches; returns the epoch's logs."""
+        self.steps = len(batches)
+        history = self.trainer.fit(batches, verbose=0, **options).history
+        return {name: values[-1] for name, values in history.items()}
+
+    @property
+    def gradients(self):
+        """What the Trainer's optimizer was given for its last update."""
+        return self.trainer.optimizer.kept
+
+    def gradient_error(self, batches, reference=None, **options):
+        """Train on a window and compare with the concatenated one.
+
+        Args:
+            batches: list of micro-batches.
+            reference: `Batch` for plain Keras instead of all micro-batches.
+            options: further arguments of `fit`.
+
+        Returns:
+            Error of the gradients, relative to the largest; and of the loss.
+        """
+        logs = self.train(batches, **options)
+        loss, gradients = batch_gradients(
+            self.twin, reference or concatenate(batches)
+        )
+        loss_error = abs(logs["loss"] - loss) / (abs(loss) or 1.0)
+        return largest_error(self.gradients, gradients), loss_error
+
+    def weight_error(self, windows, **options):
+        """Update both once per window; compare weights and optimizers.
+
+        Returns:
+            Error of the weights and of the optimizer's variables, each
+            relative to the largest of them.
+        """
+        for batches in windows:
+            self.train(batches, **options)
+            update(self.twin, concatenate(batches))
+        return (
+            largest_error(self.model.weights, self.twin.weights),
+            largest_error(
+                self.trainer.optimizer.variables, self.twin.optimizer.variables
+            ),
+        )
+
+    def assert_exact(self, batches, reference=None, **options):
+        """Assert that gradients and loss are those of the big batch."""
+        errors = self.gradient_error(batches, reference, **options)
+        assert max(errors) <= TOLERANCE
+
+    def assert_same_weights(self, windows, **options):
+        """Assert that a few updates end in the same weights."""
+        assert max(self.weight_error(windows, **options)) <= TOLERANCE
