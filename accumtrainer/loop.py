@@ -95,21 +95,25 @@ class FitLoop:
 
     Args:
         trainer: `Trainer`.
+        engine: `Engine` of the Trainer.
         options: `FitOptions`.
         source: `Source` of the training data.
         validation: `Validation`.
         dispatcher: `Dispatcher`.
     """
 
-    def __init__(self, trainer, options, source, validation, dispatcher):
+    def __init__(
+        self, trainer, engine, options, source, validation, dispatcher
+    ):
         self._trainer = trainer
+        self._engine = engine
         self._options = options
         self._source = source
         self._validation = validation
         self._dispatcher = dispatcher
         self._interruption = Interruption()
         self._carried = []
-        self._before = trainer.progress
+        self._before = engine.progress
         self._validated = self._before
         self._validation_logs = {}
 
@@ -129,7 +133,7 @@ class FitLoop:
         upcoming = self._windows(options.initial_epoch)
         begun = list(itertools.islice(upcoming, 1))
         first = begun[0] if begun else self._window_to_come()
-        trainer.prepare_training(first)
+        self._engine.prepare(first)
         announce(self.describe(first))
         upcoming = itertools.chain(begun, upcoming)
         self._begun = time.monotonic()
@@ -149,12 +153,12 @@ class FitLoop:
         try:
             yield
         finally:
-            self._trainer.publish()
+            self._engine.publish()
 
     def _tell(self, hook, *arguments):
         """Call a hook, with the model current for whoever looks at it."""
         if self._dispatcher.looks(hook):
-            self._trainer.publish()
+            self._engine.publish()
         self._dispatcher.call(hook, *arguments)
 
     def describe(self, first):
@@ -207,7 +211,7 @@ class FitLoop:
     def _updates(self):
         """Count the updates made, only where the window's size needs it."""
         if callable(self._trainer.accumulation.steps):
-            return self._trainer.progress.updates
+            return self._engine.progress.updates
         return 0
 
     def _should_begin(self, epoch):
@@ -229,13 +233,13 @@ class FitLoop:
         if math.isinf(options.update_limit):
             return False
         end = self._before.updates + options.update_limit
-        if trainer.updates_at_most < end:
+        if self._engine.updates_at_most < end:
             return False
-        return trainer.progress.updates >= end
+        return self._engine.progress.updates >= end
 
     def _run_epoch(self, epoch, upcoming):
-        trainer, dispatcher = self._trainer, self._dispatcher
-        trainer.start_epoch(epoch)
+        engine, dispatcher = self._engine, self._dispatcher
+        engine.start_epoch(epoch)
         self._validation_logs = {}
         self._tell("on_epoch_begin", epoch, {})
         has_run = False  # A carried tail can be all there is of an epoch.
@@ -246,8 +250,8 @@ class FitLoop:
             self._interruption.check()
             if self._should_stop():
                 break
-        trainer.finish_epoch()
-        logs = trainer.running_logs() if has_run else {}
+        engine.finish_epoch()
+        logs = engine.running_logs() if has_run else {}
         self._validate_if_due()
         if self._validation and self._options.validates_after(epoch):
             self._validate()
@@ -256,26 +260,26 @@ class FitLoop:
         dispatcher.last_logs = logs
 
     def _run_update(self, index, window):
-        trainer, dispatcher = self._trainer, self._dispatcher
+        engine, dispatcher = self._engine, self._dispatcher
         self._tell("on_train_batch_begin", index, {})
         if any(map(dispatcher.listens, ("on_micro_batch", "on_accumulate"))):
-            before = trainer.progress
-            report = trainer.run_window(window)
+            before = engine.progress
+            report = engine.run_window(window)
             self._tell_micro_batches(report, window, before)
         else:
-            report = trainer.run_window(window)
-        trainer.count_window(window)
-        trainer.count_seconds(self._before.seconds + self._seconds())
+            report = engine.run_window(window)
+        engine.count_window(window)
+        engine.count_seconds(self._before.seconds + self._seconds())
         if dispatcher.listens("on_apply"):
             logs = Logs(report.window_logs)
-            self._tell("on_apply", trainer.progress.updates, logs)
+            self._tell("on_apply", engine.progress.updates, logs)
         logs = Logs(report.running_logs)
         self._tell("on_train_batch_end", index, logs)
 
     def _tell_micro_batches(self, report, window, progress):
         """Tell of micro-batches, with `progress` as if one by one."""
         rows = zip(report.micro_batches(), window.sizes, strict=True)
-        with self._trainer.showing(progress):
+        with self._engine.showing(progress):
             for index, ((loss, weight), size) in enumerate(rows):
                 progress.micro_batches += 1
                 progress.samples += size
@@ -289,21 +293,21 @@ class FitLoop:
             return
         # Asking for the progress waits for the device: ask only when enough
         # windows have run that it could be due.
-        if not every.is_due(self._validated, self._trainer.progress_at_most):
+        if not every.is_due(self._validated, self._engine.progress_at_most):
             return
-        now = self._trainer.progress
+        now = self._engine.progress
         if every.is_due(self._validated, now):
             self._validated = now
-            with self._trainer.metrics_kept():
+            with self._engine.metrics_kept():
                 self._validate()
 
     def _validate(self):
         def evaluate(source):
-            return self._trainer.evaluate_source(source, self._dispatcher)
+            return self._engine.evaluate(source, self._dispatcher)
 
         self._validation_logs = self._validation.run(evaluate)
         self._tell(
             "on_validation_end",
-            self._trainer.progress.updates,
+            self._engine.progress.updates,
             self._validation_logs,
         )

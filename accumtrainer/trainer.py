@@ -1,15 +1,11 @@
 """The Trainer: says what an update is and owns the loop."""
 
-import contextlib
 import math
 
 import numpy as np
 
-from accumtrainer import errors
-from accumtrainer.batches import Batch
 from accumtrainer.callback import (
     Dispatcher,
-    Logs,
     check_callback,
     flatten_callbacks,
 )
@@ -23,7 +19,7 @@ from accumtrainer.construction import (
     resolve_loss_scale,
     resolve_optimizer,
 )
-from accumtrainer.evaluation import EvaluationProgram
+from accumtrainer.engine import Engine
 from accumtrainer.fit_options import FitOptions, check_steps, check_verbose
 from accumtrainer.hooks import (
     Hooks,
@@ -31,11 +27,9 @@ from accumtrainer.hooks import (
     overrides_compute_loss,
     takes_argument,
 )
-from accumtrainer.keras_api import keras, tree
+from accumtrainer.keras_api import keras
 from accumtrainer.loop import FitLoop, Validation, updates_in_epoch
 from accumtrainer.losses import CompiledLoss
-from accumtrainer.objective import metric_variables
-from accumtrainer.progress import Progress
 from accumtrainer.progress_bar import ProgressBar
 from accumtrainer.sources import (
     FirstBatches,
@@ -43,14 +37,6 @@ from accumtrainer.sources import (
     train_validation_split,
 )
 from accumtrainer.state import TrainingState
-from accumtrainer.steps import (
-    EvaluationStep,
-    Step,
-    choose_plan,
-    make_backend,
-    should_compile_evaluation,
-)
-from accumtrainer.window import WindowProgram
 
 
 class Trainer(Hooks):
@@ -135,9 +121,6 @@ class Trainer(Hooks):
         self._compile_model(arguments, is_new=_is_given(given, optimizer))
         self._callbacks = callbacks
         self._denominator = denominator
-        self._max_consecutive_skips = max_consecutive_skips
-        self._jit_compile = jit_compile
-        self._run_eagerly = run_eagerly
         self._seed = _draw_seed() if seed is None else seed
         self._model_computes_loss = overrides_compute_loss(model)
         self._model_takes_training = takes_argument(model.call, "training")
@@ -147,23 +130,14 @@ class Trainer(Hooks):
         self._tracked = []
         initial_scale = self.loss_scale.initial if self.loss_scale else 1.0
         self._state = TrainingState(seed=self._seed, loss_scale=initial_scale)
-        self._backend = make_backend(run_eagerly=run_eagerly)
-        self._evaluation = EvaluationProgram(
-            self, self._state, self._backend, tracked=self._tracked
+        self._engine = Engine(
+            self,
+            self._state,
+            tracked=self._tracked,
+            jit_compile=jit_compile,
+            run_eagerly=run_eagerly,
+            max_consecutive_skips=max_consecutive_skips,
         )
-        self._evaluation_step = EvaluationStep(
-            self._evaluation,
-            self._backend,
-            jit_compile=should_compile_evaluation(self._backend, jit_compile),
-        )
-        self._program = self._step = None
-        self.plan = None
-        self._progress = Progress()
-        self._shown = None
-        self._last_report = None
-        self._unread_windows = 0
-        self._known_skips = 0
-        self._trained_ids = _variable_ids(model) if model.built else None
 
     # What researchers use inside hooks, beside the hooks themselves.
 
@@ -195,7 +169,7 @@ class Trainer(Hooks):
         Raises:
             RuntimeError: training has begun.
         """
-        if self._program is not None:
+        if self._engine.has_begun:
             raise RuntimeError(
                 "track must be called before training begins. Received: "
                 f"{thing!r} after the first window. Call it in __init__."
@@ -207,17 +181,19 @@ class Trainer(Hooks):
     @property
     def progress(self):
         """A copy of the counters; reading it waits for the device."""
-        if self._shown is not None:
-            return self._shown.copy()
-        self._read_counters()
-        return self._progress.copy()
+        return self._engine.progress
 
     @property
     def samples_seen(self):
         """Samples consumed so far, an int the host knows without waiting."""
-        return self._progress.samples
+        return self._engine.samples_seen
 
-    # The loop.
+    @property
+    def plan(self):
+        """How windows run, a `steps.Plan`; `None` before the first."""
+        return self._engine.plan
+
+    # Training, evaluating, predicting.
 
     def fit(
         self,
@@ -291,7 +267,7 @@ class Trainer(Hooks):
             fast_dev_run=fast_dev_run,
             overfit_batches=overfit_batches,
         )
-        self._check_trainable()
+        self._engine.check_trainable()
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = train_validation_split(
                 x, y, sample_weight, validation_split
@@ -331,7 +307,9 @@ class Trainer(Hooks):
             add_history=True,
             progress_bar=_make_progress_bar(verbose),
         )
-        loop = FitLoop(self, options, source, validation, dispatcher)
+        loop = FitLoop(
+            self, self._engine, options, source, validation, dispatcher
+        )
         return loop.run(announce=print if verbose else _say_nothing)
 
     def evaluate(
@@ -380,7 +358,7 @@ class Trainer(Hooks):
             },
             progress_bar=_make_progress_bar(verbose),
         )
-        logs = self.evaluate_source(source, dispatcher)
+        logs = self._engine.evaluate(source, dispatcher)
         return _as_keras_returns(logs, return_dict)
 
     def predict(
@@ -413,21 +391,7 @@ class Trainer(Hooks):
             },
             progress_bar=_make_progress_bar(verbose),
         )
-        step = self._evaluation_step
-        outputs = []
-        with dispatcher.predicting():
-            for index, item in enumerate(source.iterate(0)):
-                dispatcher.call("on_predict_batch_begin", index, {})
-                for batch in self._slice(source, item):
-                    batch = Batch(batch.x)
-                    outputs.append(
-                        tree.map_structure(np.asarray, step.predict(batch))
-                    )
-                self.publish()
-                dispatcher.call("on_predict_batch_end", index, {})
-        return tree.map_structure(
-            lambda *parts: np.concatenate(parts), *outputs
-        )
+        return self._engine.predict(source, dispatcher)
 
     def train_on_batch(
         self,
@@ -452,7 +416,7 @@ class Trainer(Hooks):
         Returns:
             The batch's loss, or the list of loss and metrics, or a dict.
         """
-        self._check_trainable()
+        self._engine.check_trainable()
         source = make_source(
             x,
             y,
@@ -466,166 +430,14 @@ class Trainer(Hooks):
             steps = self.accumulation.steps_at(0, self.progress.updates)
             size = math.ceil(source.samples_per_epoch / steps)
         window = source.window(list(source.iterate(0)), size)
-        self.prepare_training(window)
-        self.start_epoch(self._progress.epochs)
-        report = self.run_window(window)
-        self.count_window(window)
-        self._check_skips()
-        self.publish()
+        engine = self._engine
+        engine.prepare(window)
+        engine.start_epoch(engine.epochs_finished)
+        report = engine.run_window(window)
+        engine.count_window(window)
+        engine.check_skips()
+        engine.publish()
         return _as_keras_returns(report.running_logs(), return_dict)
-
-    # What the loop asks for.
-
-    def prepare_training(self, window):
-        """Build what is missing before the first window runs.
-
-        Args:
-            window: `Window` like those to come.
-        """
-        if self._program is not None:
-            return
-        self._must_weigh = self._must_weigh and self._accumulates(window)
-        first = window.split()[0]
-        self._evaluation.build_model(Batch(first.x))
-        if not self.model.trainable_variables:
-            raise ValueError(
-                errors.NOTHING_TO_TRAIN.format(model=self.model.name)
-            )
-        program = WindowProgram(
-            self,
-            self._state,
-            self._backend,
-            combine=self.accumulation.combine,
-            loss_scale=self.loss_scale,
-            tracked=self._tracked,
-        )
-        program.build(first)
-        self.plan = choose_plan(
-            self.model,
-            program.operations,
-            self._backend,
-            jit_compile=self._jit_compile,
-            run_eagerly=self._run_eagerly,
-        )
-        self._program = program
-        self._step = Step(program, self._backend, self.plan)
-        self._trained_ids = _variable_ids(self.model)
-
-    def start_epoch(self, epoch):
-        """Begin an epoch's running means."""
-        self.publish()
-        self._program.start_epoch(epoch)
-
-    def run_window(self, window):
-        """Make one update.
-
-        Args:
-            window: `Window`.
-
-        Returns:
-            `Report`.
-        """
-        if window.micro_batches > 1 and self._guessed_denominator:
-            raise ValueError(errors.BARE_LOSS)
-        self._last_report = self._step.run(window)
-        self._unread_windows += 1
-        if self._max_consecutive_skips is not None:
-            most_skips = self._known_skips + self._unread_windows
-            if most_skips > self._max_consecutive_skips:
-                self._check_skips()
-        return self._last_report
-
-    def publish(self):
-        """Make the model's variables current, for code that can look."""
-        self._backend.publish()
-
-    @contextlib.contextmanager
-    def showing(self, progress):
-        """Show other counters as `progress`, to tell of a window's middle."""
-        self._shown = progress
-        try:
-            yield
-        finally:
-            self._shown = None
-
-    def count_window(self, window):
-        """Count a window that has run."""
-        self._progress.micro_batches += window.micro_batches
-        self._progress.samples += window.samples
-
-    def count_seconds(self, seconds):
-        """Note for how long training has gone on, over all calls."""
-        self._progress.seconds = seconds
-
-    def finish_epoch(self):
-        """Count an epoch that has run."""
-        self._progress.epochs += 1
-        self._check_skips()
-
-    @property
-    def updates_at_most(self):
-        """Updates made if no window since the last look was skipped."""
-        return self._progress.updates + self._unread_windows
-
-    @property
-    def progress_at_most(self):
-        """The counters if no window since the last look was skipped."""
-        progress = self._progress.copy()
-        progress.updates = self.updates_at_most
-        return progress
-
-    def running_logs(self):
-        """Read the epoch so far, dict of numbers."""
-        return self._last_report.running_logs()
-
-    def evaluate_source(self, source, dispatcher):
-        """Evaluate one source.
-
-        Args:
-            source: `Source`.
-            dispatcher: `Dispatcher` to tell about it.
-
-        Returns:
-            Dict of numbers.
-        """
-        step = self._evaluation_step
-        is_first = True
-        with dispatcher.testing():
-            for index, item in enumerate(source.iterate(0)):
-                dispatcher.call("on_test_batch_begin", index, {})
-                for batch in self._slice(source, item):
-                    step.run(batch, is_first=is_first)
-                    is_first = False
-                if dispatcher.looks("on_test_batch_end"):
-                    self.publish()
-                dispatcher.call("on_test_batch_end", index, Logs(step.results))
-            dispatcher.last_logs = logs = step.results()
-            self.publish()
-        return logs
-
-    @contextlib.contextmanager
-    def metrics_kept(self):
-        """Put the model's metrics back after a validation amid an epoch."""
-        self.publish()
-        variables = metric_variables(self.model)
-        values = [keras.ops.convert_to_numpy(v) for v in variables]
-        yield
-        self.publish()
-        for variable, value in zip(variables, values, strict=True):
-            variable.assign(value)
-
-    # Details.
-
-    def _check_trainable(self):
-        if self._trained_ids is None:
-            return
-        now = _variable_ids(self.model)
-        if now != self._trained_ids:
-            raise ValueError(
-                errors.TRAINABLE_CHANGED.format(
-                    now=len(now), before=len(self._trained_ids)
-                )
-            )
 
     def _compile_model(self, arguments, *, is_new):
         if is_new:
@@ -637,40 +449,6 @@ class Trainer(Hooks):
         self._has_compiled_metrics = bool(
             arguments["metrics"] or arguments["weighted_metrics"]
         )
-
-    def _accumulates(self, window):
-        """Whether windows of more than one micro-batch are to be expected."""
-        steps = self.accumulation.steps
-        return window.micro_batches > 1 if steps is None else steps != 1
-
-    def _slice(self, source, item):
-        """Cut a loader batch into what fits, for evaluation."""
-        return source.window([item], self.accumulation.micro_batch_size).split()
-
-    def _read_counters(self):
-        """Learn from the device how many windows were applied."""
-        if self._unread_windows:
-            counters = self._last_report.section("counters")
-            self._progress.updates = counters["updates"]
-            self._progress.skipped_updates = counters["skipped_updates"]
-            self._known_skips = counters["consecutive_skips"]
-            self._unread_windows = 0
-
-    def _check_skips(self):
-        """Stop where too many windows in a row were not finite."""
-        limit = self._max_consecutive_skips
-        if self._last_report is None:
-            return
-        self._read_counters()
-        counters = self._last_report.section("counters")
-        if limit is not None and counters["consecutive_skips"] > limit:
-            raise errors.NonFiniteError(
-                errors.NON_FINITE.format(
-                    count=counters["consecutive_skips"],
-                    update=counters["updates"],
-                    limit=limit,
-                )
-            )
 
 
 def _is_given(arguments, optimizer):
@@ -690,10 +468,6 @@ def _make_compiled_loss(model, arguments):
 
 def _draw_seed():
     return int(np.random.SeedSequence().generate_state(1)[0])
-
-
-def _variable_ids(model):
-    return [id(variable) for variable in model.trainable_variables]
 
 
 def _make_progress_bar(verbose):

@@ -32,10 +32,12 @@ EVEN = ((8,), (4, 4), (2, 2, 2), (1, 1, 1, 1, 1))
 UNEVEN = ((4, 1), (1, 5), (3, 2, 1), (1, 1, 6, 2, 5), (2, 2, 2, 2, 1))
 SIZES = EVEN + UNEVEN
 SOME_SIZES = ((7,), (3, 3), (4, 1), (1, 5, 2), (2, 2, 2, 2, 1))
+EXAMPLES = 25
 if BACKEND == "jax":
     # Every shape is a compilation there, so the windows share two shapes.
     SIZES = ((1,), (4, 4), (1, 1, 1), (4, 1), (1, 4, 4, 1))
     SOME_SIZES = ((4,), (4, 4), (4, 1), (1, 4, 1))
+    EXAMPLES = 8
 
 FEATURES, CLASSES, TOKENS, WORDS = 4, 3, 5, 7
 
@@ -1255,7 +1257,7 @@ seeds = st.integers(0, 2**32 - 1)
 @pytest.mark.parametrize(
     "weighting", ["sample weights", "mask", "mask and token weights"]
 )
-@settings(max_examples=25)
+@settings(max_examples=EXAMPLES)
 @given(sizes=splits, seed=seeds)
 def test_any_split_equals_the_big_batch(weighting, sizes, seed):
     pair = weighted_pair(weighting, "mean_with_sample_weight")
@@ -1263,7 +1265,7 @@ def test_any_split_equals_the_big_batch(weighting, sizes, seed):
     pair.assert_exact(weighted_batches(rng, weighting, sizes))
 
 
-@settings(max_examples=25)
+@settings(max_examples=EXAMPLES)
 @given(sizes=splits, seed=seeds)
 def test_any_split_of_several_outputs_equals_the_big_batch(sizes, seed):
     rng = np.random.default_rng(seed)
@@ -1271,7 +1273,7 @@ def test_any_split_of_several_outputs_equals_the_big_batch(sizes, seed):
     outputs_pair("means by weight").assert_exact(batches)
 
 
-@settings(max_examples=40)
+@settings(max_examples=EXAMPLES)
 @given(
     samples=st.integers(1, 40),
     batch_size=st.integers(1, 12),

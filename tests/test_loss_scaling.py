@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accumtrainer import Callback, LossScale, NonFiniteError, Trainer
-from accumtrainer import trainer as trainer_module
+from accumtrainer import engine as engine_module
 from accumtrainer.keras_api import BACKEND, keras, ops
 from accumtrainer.loss_scale import next_scale
 from accumtrainer.steps import Plan
@@ -85,7 +85,7 @@ def assert_moved_alike(one, other):
 def use_plan(monkeypatch, name, *, jit_compile=BACKEND == "jax"):
     """Make every Trainer run its windows by one plan."""
     plan = Plan(name=name, jit_compile=jit_compile)
-    monkeypatch.setattr(trainer_module, "choose_plan", lambda *a, **k: plan)
+    monkeypatch.setattr(engine_module, "choose_plan", lambda *a, **k: plan)
 
 
 def poisoned(rows, value=np.nan):

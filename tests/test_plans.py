@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from accumtrainer import Accumulation, Callback, Trainer
-from accumtrainer import trainer as trainer_module
+from accumtrainer import engine as engine_module
 from accumtrainer.keras_api import BACKEND, keras, ops
 from accumtrainer.steps import Plan, choose_plan
 
@@ -41,7 +41,7 @@ QUICKLY = BACKEND == "jax"
 def use_plan(monkeypatch, name, *, jit_compile=QUICKLY):
     """Make every Trainer run its windows by one plan."""
     plan = Plan(name=name, jit_compile=jit_compile)
-    monkeypatch.setattr(trainer_module, "choose_plan", lambda *a, **k: plan)
+    monkeypatch.setattr(engine_module, "choose_plan", lambda *a, **k: plan)
 
 
 def dense():
@@ -248,13 +248,13 @@ import sys
 import numpy as np
 
 from accumtrainer import Trainer
-from accumtrainer import trainer as trainer_module
+from accumtrainer import engine as engine_module
 from accumtrainer.keras_api import keras
 from accumtrainer.steps import Plan
 
 directory, plan = sys.argv[1:]
 chosen = Plan(name=plan, jit_compile=True)
-trainer_module.choose_plan = lambda *args, **options: chosen
+engine_module.choose_plan = lambda *args, **options: chosen
 
 
 def data(samples):

@@ -40,6 +40,7 @@ MODULE_ORDER = (
     "window",
     "evaluation",
     "steps",
+    "engine",
     "signals",
     "checkpoint",
     "loop",
