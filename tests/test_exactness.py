@@ -37,7 +37,7 @@ if BACKEND == "jax":
     # Every shape is a compilation there, so the windows share two shapes.
     SIZES = ((1,), (4, 4), (1, 1, 1), (4, 1), (1, 4, 4, 1))
     SOME_SIZES = ((4,), (4, 4), (4, 1), (1, 4, 1))
-    EXAMPLES = 8
+    EXAMPLES = 5
 
 FEATURES, CLASSES, TOKENS, WORDS = 4, 3, 5, 7
 
