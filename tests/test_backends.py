@@ -1,0 +1,214 @@
+"""Claims about backends: each works alone, and both do the same."""
+
+import os
+import subprocess
+import sys
+from importlib import util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from accumtrainer import Callback, Trainer
+from accumtrainer.keras_api import BACKEND, keras
+from accumtrainer.steps import make_backend
+
+RUN = Path(__file__).parent / "backend_run.py"
+
+# Stands in front of a script that must get along without a package.
+BLOCK = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == {package!r}:
+            raise ImportError(name + " is blocked")
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+FIT = """
+import numpy as np
+from accumtrainer import Callback, Trainer
+from accumtrainer.keras_api import keras
+
+model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+trainer = Trainer(model, optimizer="adam", loss="mse", accumulation=2)
+x, y = np.ones([16, 3]), np.ones([16, 1])
+trainer.fit(x, y, batch_size=4, validation_data=(x, y), verbose=0)
+trainer.predict(x, verbose=0)
+print("updates", trainer.progress.updates)
+"""
+
+
+def run(*arguments, backend):
+    """Run Python with a backend, and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env=os.environ | {"KERAS_BACKEND": backend},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def small_trainer(**options):
+    model = keras.Sequential(
+        [
+            keras.Input([3]),
+            keras.layers.Dense(4),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.5),
+            keras.layers.Dense(1),
+        ]
+    )
+    return Trainer(
+        model, optimizer="adam", loss="mse", accumulation=2, **options
+    )
+
+
+@pytest.mark.skipif(
+    not (util.find_spec("jax") and util.find_spec("tensorflow")),
+    reason="compares TensorFlow with JAX, of which one is not installed",
+)
+@pytest.mark.skipif(
+    BACKEND == "jax", reason="runs both backends itself, so once is enough"
+)
+def test_backends_agree_after_twenty_updates(tmp_path):
+    weights = {}
+    for backend in ("tensorflow", "jax"):
+        path = tmp_path / f"{backend}.npz"
+        run(RUN, path, backend=backend)
+        weights[backend] = np.load(path)
+    assert set(weights["tensorflow"]) == set(weights["jax"])
+    for model in ("make_mlp", "make_conv", "make_transformer"):
+        names = [n for n in weights["jax"] if n.startswith(model)]
+        largest = max(abs(weights["jax"][name]).max() for name in names)
+        for name in names:
+            difference = weights["jax"][name] - weights["tensorflow"][name]
+            assert abs(difference).max() <= 1e-5 * largest, name
+
+
+@pytest.mark.parametrize("other", ["tensorflow", "jax"])
+def test_backend_trains_without_the_other_one(other):
+    if other == BACKEND:
+        pytest.skip("is about the backend that is not in use")
+    code = BLOCK.format(package=other) + FIT
+    assert "updates 2" in run("-c", code, backend=BACKEND)
+
+
+def test_unsupported_backend_is_refused_with_the_supported_ones(monkeypatch):
+    monkeypatch.setattr("accumtrainer.steps.BACKEND", "torch")
+    with pytest.raises(ImportError, match=r"tensorflow or jax.*'torch'"):
+        make_backend()
+
+
+jax_only = pytest.mark.skipif(
+    BACKEND != "jax", reason="is about arrays that JAX is given for good"
+)
+
+
+@jax_only
+def test_window_moves_nothing_implicitly_between_host_and_device():
+    import jax
+
+    guarded = []
+
+    class Guard(Callback):
+        looks_at_model = False
+
+        def on_train_batch_begin(self, batch, logs=None):
+            jax.config.update("jax_transfer_guard", "disallow")
+
+        def on_train_batch_end(self, batch, logs=None):
+            jax.config.update("jax_transfer_guard", "allow")
+            guarded.append(batch)
+
+    x, y = np.ones([16, 3], "float32"), np.ones([16, 1], "float32")
+    trainer = small_trainer()
+    try:
+        trainer.fit(x, y, batch_size=4, callbacks=[Guard()], verbose=0)
+    finally:
+        jax.config.update("jax_transfer_guard", "allow")
+    assert guarded == [0, 1]
+
+
+@jax_only
+def test_array_kept_by_a_callback_outlives_the_next_update():
+    kept = []
+    x, y = np.ones([16, 3], "float32"), np.ones([16, 1], "float32")
+    trainer = small_trainer()
+    keep = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: kept.append(
+            trainer.model.trainable_variables[0].value
+        )
+    )
+    trainer.fit(x, y, batch_size=4, callbacks=[keep], verbose=0)
+    first, second = map(np.asarray, kept)
+    assert not np.array_equal(first, second)
+
+
+@jax_only
+def test_variables_may_share_an_array_when_training_begins():
+    trainer = small_trainer()
+    teacher = trainer.track(keras.Variable(np.zeros([3, 4], "float32")))
+    teacher.assign(trainer.model.trainable_variables[0])
+    before = np.asarray(teacher.value)
+    x, y = np.ones([16, 3], "float32"), np.ones([16, 1], "float32")
+    trainer.fit(x, y, batch_size=4, verbose=0)
+    np.testing.assert_array_equal(np.asarray(teacher.value), before)
+
+
+def test_callback_reads_the_weights_of_each_update_and_may_write_them():
+    seen = []
+
+    class Reset(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(self.model.get_weights()[0])
+            self.model.set_weights(
+                [np.zeros_like(w) for w in self.model.get_weights()]
+            )
+
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    trainer = Trainer(model, optimizer="sgd", loss="mse", accumulation=2)
+    x, y = np.ones([16, 3], "float32"), np.ones([16, 1], "float32")
+    trainer.fit(x, y, batch_size=4, epochs=2, callbacks=[Reset()], verbose=0)
+    # From zero weights the update of these data is always the same one.
+    assert len(seen) == 4
+    np.testing.assert_array_equal(seen[1], seen[2])
+    assert not np.array_equal(seen[0], seen[1])
+
+
+def test_model_is_current_after_an_error_in_a_callback():
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 2:
+                raise RuntimeError("stop here")
+
+    trainer = small_trainer()
+    x, y = np.ones([32, 3], "float32"), np.ones([32, 1], "float32")
+    with pytest.raises(RuntimeError, match="stop here"):
+        trainer.fit(x, y, batch_size=4, callbacks=[Fails()], verbose=0)
+    assert all(np.isfinite(w).all() for w in trainer.model.get_weights())
+    iterations = keras.ops.convert_to_numpy(trainer.optimizer.iterations)
+    assert trainer.progress.updates == iterations == 2
+
+
+def test_ctrl_c_lets_the_running_window_finish():
+    import signal
+
+    class Interrupts(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 1:
+                signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    trainer = small_trainer()
+    x, y = np.ones([32, 3], "float32"), np.ones([32, 1], "float32")
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(x, y, batch_size=4, callbacks=[Interrupts()], verbose=0)
+    assert trainer.progress.updates == 2
+    assert signal.getsignal(signal.SIGINT) is before
+    trainer.fit(x, y, batch_size=4, verbose=0)
+    assert trainer.progress.updates == 6
