@@ -37,6 +37,7 @@ from accumtrainer.sources import (
     train_validation_split,
 )
 from accumtrainer.state import TrainingState
+from accumtrainer.steps import CLOCKS
 
 
 class Trainer(Hooks):
@@ -347,17 +348,7 @@ class Trainer(Hooks):
             shuffle=False,
             steps=steps,
         )
-        dispatcher = Dispatcher(
-            callbacks,
-            model=self.model,
-            trainer=self,
-            params={
-                "verbose": verbose,
-                "epochs": 1,
-                "steps": source.batches_per_epoch,
-            },
-            progress_bar=_make_progress_bar(verbose),
-        )
+        dispatcher = self._dispatcher(callbacks, source, verbose)
         logs = self._engine.evaluate(source, dispatcher)
         return _as_keras_returns(logs, return_dict)
 
@@ -380,17 +371,7 @@ class Trainer(Hooks):
         source = make_source(
             x, batch_size=batch_size, shuffle=False, steps=steps
         )
-        dispatcher = Dispatcher(
-            callbacks,
-            model=self.model,
-            trainer=self,
-            params={
-                "verbose": verbose,
-                "epochs": 1,
-                "steps": source.batches_per_epoch,
-            },
-            progress_bar=_make_progress_bar(verbose),
-        )
+        dispatcher = self._dispatcher(callbacks, source, verbose)
         return self._engine.predict(source, dispatcher)
 
     def train_on_batch(
@@ -439,6 +420,20 @@ class Trainer(Hooks):
         engine.publish()
         return _as_keras_returns(report.running_logs(), return_dict)
 
+    def _dispatcher(self, callbacks, source, verbose):
+        """Make the dispatcher of one pass over a source."""
+        return Dispatcher(
+            callbacks,
+            model=self.model,
+            trainer=self,
+            params={
+                "verbose": verbose,
+                "epochs": 1,
+                "steps": source.batches_per_epoch,
+            },
+            progress_bar=_make_progress_bar(verbose),
+        )
+
     def _compile_model(self, arguments, *, is_new):
         if is_new:
             self.model.compile(
@@ -481,14 +476,7 @@ def _say_nothing(line):
 
 def _as_keras_returns(logs, return_dict):
     """Return results as Keras does: a number, a list or a dict."""
-    extras = (
-        "learning_rate",
-        "gradient_norm",
-        "loss_scale",
-        "updates",
-        "skipped_updates",
-    )
     if return_dict:
         return logs
-    values = [value for name, value in logs.items() if name not in extras]
+    values = [value for name, value in logs.items() if name not in CLOCKS]
     return values[0] if len(values) == 1 else values

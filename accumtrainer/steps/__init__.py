@@ -10,9 +10,10 @@ from accumtrainer.steps.plan import (
     choose_plan,
     should_compile_evaluation,
 )
-from accumtrainer.steps.step import EvaluationStep, Report, Step
+from accumtrainer.steps.step import CLOCKS, EvaluationStep, Report, Step
 
 __all__ = [
+    "CLOCKS",
     "EvaluationStep",
     "Plan",
     "Report",
