@@ -9,8 +9,8 @@ from accumtrainer.objective import (
     Objective,
     metric_results,
     metric_variables,
+    named_losses,
     total_loss,
-    visible_names,
 )
 from accumtrainer.state import Scratch, Tally
 
@@ -119,12 +119,12 @@ class EvaluationProgram:
         means = window_means(*self._tally.losses())
         regularization, weight, _ = self._tally.extras()
         regularization = ops.divide_no_nan(regularization, weight)
-        logs = {"loss": total_loss(means, self._losses, regularization)}
-        for name in visible_names(self._names):
-            logs[name] = means[self._names.index(name)]
-        logs |= metric_results(self._model)
-        values = self._tally.logs()
-        return logs | {name: value for name, (value, _) in values.items()}
+        return {
+            "loss": total_loss(means, self._losses, regularization),
+            **named_losses(self._names, means),
+            **metric_results(self._model),
+            **self._tally.values(),
+        }
 
     def _info(self):
         return Info(

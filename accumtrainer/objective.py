@@ -137,6 +137,19 @@ def visible_names(names):
     return visible if len(visible) > 1 else []
 
 
+def named_losses(names, means):
+    """Pick the losses that are logged by name out of all of them.
+
+    Args:
+        names: list of n str.
+        means: tensor `(n,)`, float32.
+
+    Returns:
+        Dict from name to scalar tensor.
+    """
+    return {name: means[names.index(name)] for name in visible_names(names)}
+
+
 def _as_losses(result):
     if isinstance(result, WeightedLoss):
         result = {"loss": result}

@@ -136,6 +136,10 @@ class Tally:
             entries[name] = (value, weight)
         return entries
 
+    def values(self):
+        """Reduce the logged values, `{name: value}`."""
+        return {name: value for name, (value, _) in self.logs().items()}
+
     def losses(self):
         """Return numerators and denominators, tensors `(losses,)`."""
         sums = ops.convert_to_tensor(self._sums)

@@ -31,7 +31,7 @@ from accumtrainer.accumulation import (
     loss_factors,
     window_means,
 )
-from accumtrainer.hooks import Info
+from accumtrainer.hooks import HOOK_NAMES, Info
 from accumtrainer.keras_api import keras, ops, tree
 from accumtrainer.loss_scale import next_scale
 from accumtrainer.objective import (
@@ -39,8 +39,8 @@ from accumtrainer.objective import (
     is_random_state,
     metric_results,
     metric_variables,
+    named_losses,
     total_loss,
-    visible_names,
 )
 from accumtrainer.state import Scratch, Tally
 
@@ -67,18 +67,7 @@ class WindowProgram:
         self._loss_scale = loss_scale
         self._tracked = list(tracked)
         self._objective = Objective(hooks)
-        self._draws = any(
-            map(
-                hooks.overrides,
-                (
-                    "on_micro_batch",
-                    "compute_loss",
-                    "on_accumulate",
-                    "on_apply",
-                    "after_apply",
-                ),
-            )
-        )
+        self._may_draw = any(map(hooks.overrides, HOOK_NAMES))
         self._used = set()
 
     # Before the first window.
@@ -319,7 +308,7 @@ class WindowProgram:
         )
 
     def _prepare(self, batch, index, info):
-        if self._draws:
+        if self._may_draw:
             self._state.seat_rng(index)
         return self._hooks.on_micro_batch(batch, info)
 
@@ -532,23 +521,20 @@ class WindowProgram:
         ]
 
     def _window_logs(self, loss, means):
-        logs = {"loss": loss}
-        for name in visible_names(self.loss_names):
-            logs[name] = means[self.loss_names.index(name)]
-        values = self._window.logs()
-        return logs | {name: value for name, (value, _) in values.items()}
+        losses = {"loss": loss} | named_losses(self.loss_names, means)
+        return losses | self._window.values()
 
     def running_logs(self):
         """Read the epoch so far: losses, metrics, logged values."""
         means = window_means(*self._epoch.losses())
         regularization, weight, _ = self._epoch.extras()
         regularization = ops.divide_no_nan(regularization, weight)
-        logs = {"loss": total_loss(means, self._losses, regularization)}
-        for name in visible_names(self.loss_names):
-            logs[name] = means[self.loss_names.index(name)]
-        logs |= metric_results(self._model)
-        values = self._epoch.logs()
-        return logs | {name: value for name, (value, _) in values.items()}
+        return {
+            "loss": total_loss(means, self._losses, regularization),
+            **named_losses(self.loss_names, means),
+            **metric_results(self._model),
+            **self._epoch.values(),
+        }
 
 
 def _global_norm(gradients):
