@@ -122,6 +122,17 @@ def test_compiled_arguments_are_none_where_nothing_was_given():
     }
 
 
+def test_optimizer_knows_the_variables_it_was_built_for_and_no_others():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    kernel, bias = model.trainable_variables
+    optimizer = keras.optimizers.Adam()
+
+    assert keras_api.is_known_to(optimizer, bias)
+    optimizer.build([kernel])
+    assert keras_api.is_known_to(optimizer, kernel)
+    assert not keras_api.is_known_to(optimizer, bias)
+
+
 def test_backend_is_the_one_keras_computes_with():
     assert keras.backend.backend() == keras_api.BACKEND
 
