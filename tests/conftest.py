@@ -5,8 +5,6 @@ import os
 # Keras reads its backend once, when it is first imported.
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-# No dtype may widen behind our back.
-os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 
 from importlib import metadata
 
