@@ -1,11 +1,10 @@
-"""What hooks receive, and how loader batches become windows of micro-batches.
+"""What hooks receive: batches, and windows of micro-batches.
 
 Pure NumPy: the compiled steps turn the arrays into their own tensors.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,6 +84,40 @@ def map_leaves(function, *nests):
 def leaves(nest):
     """List the leaves of a nest that are not `None`."""
     return [leaf for leaf in tree.flatten(nest) if leaf is not None]
+
+
+def named_arrays(nest, path=()):
+    """Yield the arrays of a nest, each with its path.
+
+    Args:
+        nest: array, or nest of arrays in dicts, lists and tuples.
+        path: tuple, the path of the nest itself.
+
+    Yields:
+        Pairs of a tuple of keys and indices, and a NumPy array.
+
+    Example:
+        >>> [path for path, _ in named_arrays({"a": [np.zeros(2)]})]
+        [('a', 0)]
+    """
+    if isinstance(nest, np.ndarray):
+        yield path, nest
+    elif isinstance(nest, Mapping):
+        for key, value in nest.items():
+            yield from named_arrays(value, (*path, key))
+    elif isinstance(nest, (list, tuple)):
+        for index, value in enumerate(nest):
+            yield from named_arrays(value, (*path, index))
+
+
+def name_of(field, path):
+    """Write the path of an array as one would in Python.
+
+    Example:
+        >>> name_of("x", ("image", 0))
+        "x['image'][0]"
+    """
+    return field + "".join(f"[{key!r}]" for key in path)
 
 
 def as_arrays(nest, name):
@@ -327,65 +360,3 @@ def window_of_batches(batches, micro_batch_size):
 def _signature(batch):
     """Return what must be equal for batches to be stacked."""
     return tuple((leaf.shape, leaf.dtype.str) for leaf in leaves(batch))
-
-
-def windows(source, *, epoch, steps_at, micro_batch_size, tail, carried):
-    """Yield the windows of one epoch.
-
-    Stands for:
-        ```
-        for item in carried + list(source.iterate(epoch)):
-            window.append(item)
-            if len(window) == steps_at_its_start:
-                yield window
-                window = []
-        ```
-
-    Args:
-        source: a `Source`.
-        epoch: index of the epoch, from zero.
-        steps_at: function without arguments that returns the loader batches
-            of the window about to begin; asked once per window, when its
-            first batch has arrived. Not asked with `micro_batch_size`.
-        micro_batch_size: samples per micro-batch when every loader batch is
-            one window, else `None`.
-        tail: `"flush"`, `"drop"` or `"carry"`, for what is left at the end.
-        carried: list of loader items, changed in place. It holds the items of
-            the window being filled, so with `"carry"` the left-over ones when
-            the epoch ends. Hand the same list to the next epoch; after the
-            last, `source.window(carried, None)` is the final window.
-
-    Yields:
-        `Window`s.
-
-    Raises:
-        DataError: the source yields nothing, or `tail="drop"` drops it all.
-    """
-    if micro_batch_size is not None:
-        for item in source.iterate(epoch):
-            yield source.window([item], micro_batch_size)
-        return
-    items = chain(tuple(carried), source.iterate(epoch))
-    carried.clear()
-    made, steps = 0, 0
-    for item in items:
-        if not carried:
-            steps = steps_at()
-        carried.append(item)
-        if len(carried) >= steps:
-            window = source.window(carried, None)
-            carried.clear()
-            made += 1
-            yield window
-    if tail == "drop" and not made:
-        raise errors.DataError(
-            errors.EVERYTHING_DROPPED.format(
-                epoch=epoch, batches=len(carried), steps=steps
-            )
-        )
-    if carried and tail == "flush":
-        window = source.window(carried, None)
-        carried.clear()
-        yield window
-    elif tail == "drop":
-        carried.clear()

@@ -3,11 +3,12 @@
 import contextlib
 import functools
 import inspect
+from typing import Any
 
 import numpy as np
 
 from accumtrainer import errors
-from accumtrainer.keras_api import keras, ops
+from accumtrainer.keras_api import keras, ops, refuse_other_keras
 
 RUN_HOOKS = (
     "on_train_begin",
@@ -29,6 +30,9 @@ BATCH_HOOKS = (
 )
 """Hooks that Keras calls with `logs` as a keyword."""
 
+REST_REASONS = ("update", "epoch", "stop", "interruption", "error", "end")
+"""Why training rests; see `Callback.on_safe_point`."""
+
 WINDOW_HOOKS = ("on_micro_batch", "on_accumulate", "on_apply")
 """Hooks whose names a Trainer shares, for tensors instead of numbers."""
 
@@ -39,6 +43,7 @@ HOOKS = (
     "on_epoch_begin",
     "on_epoch_end",
     "on_validation_end",
+    "on_safe_point",
 )
 """The name of every hook of a callback."""
 
@@ -63,6 +68,20 @@ class Callback(keras.callbacks.Callback):
         looks_at_model: whether its hooks read or write the model. Say
             `False` in a class whose hooks do not, and JAX need not make the
             model's variables current for them.
+        is_logger: whether its hooks are called after those of the other
+            callbacks, to see what these write into the logs.
+        needs_gradient_norms: whether `gradient_norm` and `gradient_weight`
+            shall be in the logs of `on_micro_batch` and `on_accumulate`, and
+            in `trainer.micro_batch_logs`: the norm of the gradient that is
+            added to the window, unscaled, and by what it is multiplied then.
+            Measuring it reads every gradient once more.
+        checkpoints: the `CheckpointDirectory` it saves into, where
+            `fit(resume_from="auto")` looks, or `None`.
+        signals: names of signals, such as `"SIGTERM"`, at which training
+            shall end in good order, with `Preempted`.
+        has_state: whether `get_state` and `set_state` say what a checkpoint
+            keeps of it. Otherwise a checkpoint keeps those of its attributes
+            that are plain values and have changed in training.
 
     Example:
         >>> class PrintUpdates(Callback):
@@ -74,6 +93,11 @@ class Callback(keras.callbacks.Callback):
 
     trainer = None
     looks_at_model = True
+    is_logger = False
+    needs_gradient_norms = False
+    checkpoints: Any = None
+    signals: tuple[str, ...] = ()
+    has_state = False
 
     def set_trainer(self, trainer):
         """Tell the callback which Trainer it watches."""
@@ -109,6 +133,37 @@ class Callback(keras.callbacks.Callback):
         Args:
             update: number of updates made so far, over the Trainer's life.
             logs: `Logs` of the validation, names prefixed with `val_`.
+        """
+
+    def on_safe_point(self, reason, logs=None):
+        """Look at training at rest: `trainer.snapshot()` is consistent now.
+
+        Called after all other hooks of all callbacks.
+
+        Args:
+            reason: `"update"` or `"epoch"`, that one is done; `"stop"`, that
+                training ends amid an epoch; `"interruption"`, that a signal
+                has ended it; `"error"`, that the data have; `"end"`.
+            logs: empty.
+        """
+
+    def get_state(self):
+        """Return what a checkpoint must keep, for a class with `has_state`.
+
+        Returns:
+            Dict of what JSON knows: numbers, strings, `None`, lists, dicts.
+        """
+        return {}
+
+    def set_state(self, state):
+        """Go on from a state.
+
+        Called twice: before `on_train_begin`, so that it can be taken into
+        account there, and when everything has begun, so that nothing is
+        reset.
+
+        Args:
+            state: what `get_state` returned when the checkpoint was made.
         """
 
 
@@ -240,8 +295,8 @@ def to_number(value):
 class Dispatcher:
     """Call each hook of the callbacks that override it, and only of those.
 
-    The order is the user's, then the history, then the progress bar, so that
-    the last two see what the others wrote into the logs.
+    The order is the user's, then loggers, then the history, then the progress
+    bar, so that the last ones see what the others wrote into the logs.
 
     Args:
         callbacks: a `keras.callbacks.Callback`, a list of them in which lists
@@ -291,6 +346,7 @@ class Dispatcher:
         given = flatten_callbacks(callbacks)
         for callback in given:
             check_callback(callback)
+        given.sort(key=lambda callback: getattr(callback, "is_logger", False))
         self.history = _find_history(given)
         if self.history is None and add_history:
             self.history = keras.callbacks.History()
@@ -418,6 +474,7 @@ def check_callback(callback):
             "callbacks must hold callbacks, not classes. Received: the class "
             f"{callback.__name__}. Call it: {callback.__name__}(...)."
         )
+    refuse_other_keras("callbacks", callback)
     if not isinstance(callback, keras.callbacks.Callback):
         raise TypeError(
             "callbacks must hold keras.callbacks.Callback objects. Received: "

@@ -12,10 +12,14 @@ from accumtrainer.callback import HOOKS as CALLBACK_HOOKS
 from accumtrainer.config import LossScale
 from accumtrainer.hooks import HOOK_NAMES, overrides_compute_loss
 from accumtrainer.keras_api import (
+    check_loss_support,
+    check_support,
     compiled_arguments,
     flatten_layers,
     is_known_to,
     keras,
+    losses_of_layers,
+    refuse_other_keras,
     tree,
 )
 
@@ -81,6 +85,7 @@ def check_model(model):
         TypeError: not a Keras model.
         ValueError: it steps by itself, or has nothing to train.
     """
+    refuse_other_keras("model", model)
     if not isinstance(model, keras.Model):
         raise TypeError(
             "model must be a keras.Model. Received: "
@@ -114,8 +119,10 @@ def resolve_optimizer(model, optimizer):
         loss scaling around it.
 
     Raises:
-        ValueError: there is none, or it accumulates or scales by itself.
+        ValueError: there is none, or it accumulates or scales by itself, or
+            Keras cannot use it rightly with this model.
     """
+    refuse_other_keras("optimizer", optimizer)
     scaling = keras.optimizers.LossScaleOptimizer
     loss_scale = None
     if optimizer is None:
@@ -146,6 +153,7 @@ def resolve_optimizer(model, optimizer):
             raise ValueError(
                 errors.OPTIMIZER_OF_OTHERS.format(variable=variable.path)
             )
+    check_support(model, optimizer)
     return optimizer, loss_scale
 
 
@@ -216,7 +224,12 @@ def resolve_compile_arguments(model, given):
 
     Returns:
         Dict of the same keys.
+
+    Raises:
+        TypeError: one of them belongs to the other Keras.
     """
+    for name, value in given.items():
+        refuse_other_keras(name, *tree.flatten(value))
     if not model.compiled:
         return dict(given)
     compiled = compiled_arguments(model)
@@ -232,11 +245,12 @@ def check_loss(hooks, arguments):
     """Refuse a Trainer that has nothing to minimize."""
     model = hooks.model
     has_own = hooks.overrides("compute_loss") or overrides_compute_loss(model)
-    has_added = not model.built or bool(model.losses)
+    has_added = not model.built or any(losses_of_layers(model))
     for leaf in tree.flatten(arguments["loss"]):
         if str(leaf).lower() not in ("crossentropy", "ce"):
             get = keras.losses.get
-            _get(get, "loss", leaf, "'sparse_categorical_crossentropy'")
+            example = "'sparse_categorical_crossentropy'"
+            check_loss_support(_get(get, "loss", leaf, example))
     if arguments["loss"] is None and not has_own and not has_added:
         raise ValueError(
             "loss must be given. Received: loss=None for a model that was "

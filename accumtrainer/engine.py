@@ -1,24 +1,37 @@
 """Runs windows and evaluations for a Trainer, and counts what has run."""
 
 import contextlib
+import time
 
 import numpy as np
 
 from accumtrainer import errors
 from accumtrainer.batches import Batch
 from accumtrainer.callback import Logs
+from accumtrainer.equivalence import EquivalenceCheck
 from accumtrainer.evaluation import EvaluationProgram
-from accumtrainer.keras_api import keras, tree
+from accumtrainer.inspection import Replay
+from accumtrainer.keras_api import BACKEND, keras, tree
 from accumtrainer.objective import metric_variables
 from accumtrainer.progress import Progress
+from accumtrainer.snapshot import (
+    check_fits,
+    copy_to_host,
+    find_difference,
+    put_back,
+)
 from accumtrainer.steps import (
     EvaluationStep,
+    Plan,
     Step,
     choose_plan,
     make_backend,
     should_compile_evaluation,
 )
 from accumtrainer.window import WindowProgram
+
+PARTS_OF_EPOCH = ("metrics", "means")
+"""What an epoch begins anew, of the parts of a snapshot."""
 
 
 class Engine:
@@ -34,6 +47,8 @@ class Engine:
 
     Attributes:
         plan: `Plan` of the windows, `None` before the first.
+        last_window: `Window` that was run last, `None` before the first.
+        data_seconds: seconds spent so far on waiting for windows.
     """
 
     def __init__(
@@ -67,6 +82,8 @@ class Engine:
         self._progress = Progress()
         self._shown = None
         self._last_report = None
+        self.last_window = None
+        self.data_seconds = 0.0
         self._unread_windows = 0
         self._known_skips = 0
         is_built = self._model.built
@@ -107,14 +124,20 @@ class Engine:
                 )
             )
 
-    def prepare(self, window):
+    def prepare(self, window, like=None, *, measures_gradients=False):
         """Build what is missing before the first window runs.
 
         Args:
             window: `Window` like those to come.
+            like: `Snapshot` of a run whose plan is kept, or `None`.
+            measures_gradients: whether somebody wants to know the norms of
+                the micro-batches' gradients.
         """
-        if self._program is not None:
-            return
+        if self._program is None:
+            self._build(window, like)
+        self._program.measures_gradients = measures_gradients
+
+    def _build(self, window, like):
         self._hooks._must_weigh &= self._accumulates(window)
         first = window.split()[0]
         self._evaluation.build_model(Batch(first.x))
@@ -122,16 +145,8 @@ class Engine:
             raise ValueError(
                 errors.NOTHING_TO_TRAIN.format(model=self._model.name)
             )
-        program = WindowProgram(
-            self._hooks,
-            self._state,
-            self._backend,
-            combine=self._hooks.accumulation.combine,
-            loss_scale=self._hooks.loss_scale,
-            tracked=self._tracked,
-        )
-        program.build(first)
-        self.plan = choose_plan(
+        program = self._make_program(first, self._backend)
+        self.plan = self._plan_of(like) or choose_plan(
             self._model,
             program.operations,
             self._backend,
@@ -141,6 +156,121 @@ class Engine:
         self._program = program
         self._step = Step(program, self._backend, self.plan)
         self._trained_ids = _variable_ids(self._model)
+
+    def _make_program(self, micro_batch, backend, **options):
+        """Make a program and build it; `options` replace those of training."""
+        program = WindowProgram(
+            self._hooks,
+            self._state,
+            backend,
+            **{
+                "combine": self._hooks.accumulation.combine,
+                "loss_scale": self._hooks.loss_scale,
+                "tracked": self._tracked,
+                **options,
+            },
+        )
+        program.build(micro_batch)
+        return program
+
+    def check_equivalence(self, window, whole, tolerance):
+        """Compare a window with the big batch; see the Trainer's method."""
+        self.prepare(window)
+        self.publish()
+        first = window.split()[0]
+        # One of its own, since the shapes of a check say nothing of training.
+        backend = make_backend(run_eagerly=self._run_eagerly)
+        check = EquivalenceCheck(
+            self._hooks,
+            lambda **options: self._make_program(first, backend, **options),
+            backend,
+            jit_compile=self.plan.jit_compile,
+            tolerance=tolerance,
+        )
+        return check.run(window, whole)
+
+    def _plan_of(self, snapshot):
+        """Return the plan of a saved run, unless another was asked for."""
+        if snapshot is None or snapshot.about["backend"] != BACKEND:
+            return None
+        if self._jit_compile != "auto" or self._run_eagerly:
+            return None
+        plan = snapshot.about["plan"]
+        if plan is None or plan["run_eagerly"]:
+            return None
+        return Plan(**plan)
+
+    # Saving and restoring.
+
+    def capture(self):
+        """Copy what lasts from one window to the next to the host.
+
+        Returns:
+            Dict from part to `{path: array}`, and a dict of the counters.
+        """
+        self.publish()
+        values = {k: copy_to_host(v) for k, v in self._parts().items()}
+        return values, self.progress.as_dict()
+
+    def check_fits(self, values, *, is_amid_epoch, parts=None):
+        """Refuse saved values that are not this training's.
+
+        Args:
+            values: dict from part to `{path: array}`, from `capture`.
+            is_amid_epoch: whether the running means of the epoch matter.
+            parts: those that matter, or `None` for all.
+
+        Raises:
+            CheckpointError: a part differs; the difference is named.
+        """
+        for part, variables in self._parts().items():
+            if parts is not None and part not in parts:
+                continue
+            if is_amid_epoch or part not in PARTS_OF_EPOCH:
+                check_fits(part, variables, values[part])
+
+    def restore(self, values, progress, *, is_amid_epoch, parts=None):
+        """Put captured values back; check first that they fit.
+
+        Args:
+            values: dict from part to `{path: array}`, from `capture`.
+            progress: dict of counters, from `capture`.
+            is_amid_epoch: whether the running means of the epoch matter. If
+                not, they are put back only where they fit: metrics may be
+                others now.
+            parts: those to restore, or `None` for all.
+        """
+        self.publish()
+        for part, variables in self._parts().items():
+            if parts is not None and part not in parts:
+                continue
+            is_needed = is_amid_epoch or part not in PARTS_OF_EPOCH
+            saved = values[part] if is_needed else values.get(part, {})
+            if is_needed or find_difference(variables, saved) is None:
+                put_back(variables, saved)
+        if progress is not None:
+            self._progress = Progress.from_dict(progress)
+            self._known_skips = int(self._state.consecutive_skips.value)
+            self._unread_windows = 0
+            self._last_report = None
+
+    def _parts(self):
+        if self._program is not None:
+            return self._program.parts
+        model, optimizer = self._model, self._hooks.optimizer
+        if not model.built:
+            raise ValueError(errors.NOT_BUILT.format(model=model.name))
+        if not optimizer.built:
+            optimizer.build(model.trainable_variables)
+        return {
+            "model": [
+                *model.trainable_variables,
+                *model.non_trainable_variables,
+            ],
+            "optimizer": list(optimizer.variables),
+            "state": self._state.variables,
+            "tracked": self._tracked,
+        }
 
     def start_epoch(self, epoch):
         """Begin an epoch's running means."""
@@ -157,7 +287,8 @@ class Engine:
             `Report`.
         """
         if window.micro_batches > 1 and self._hooks._guessed_denominator:
-            raise ValueError(errors.BARE_LOSS)
+            raise ValueError(errors.BARE_LOSS.format(owner="Trainer"))
+        self.last_window = window
         self._last_report = self._step.run(window)
         self._unread_windows += 1
         if self._max_consecutive_skips is not None:
@@ -179,6 +310,21 @@ class Engine:
         finally:
             self._shown = None
 
+    def waiting_for(self, windows):
+        """Yield windows, noting for how long each is waited for.
+
+        Args:
+            windows: iterable of `Window`s.
+        """
+        windows = iter(windows)
+        while True:
+            begun = time.monotonic()
+            window = next(windows, None)
+            self.data_seconds += time.monotonic() - begun
+            if window is None:
+                return
+            yield window
+
     def count_window(self, window):
         """Count a window that has run."""
         self._progress.micro_batches += window.micro_batches
@@ -198,12 +344,52 @@ class Engine:
         """Updates made if no window since the last look was skipped."""
         return self._progress.updates + self._unread_windows
 
+    def is_due(self, every, since):
+        """Say whether an occasion has come since some earlier progress.
+
+        Counting the updates waits for the device. That is done only where
+        enough windows have run that the occasion could be there.
+
+        Args:
+            every: `Every`.
+            since: `Progress` at an earlier moment.
+
+        Returns:
+            bool.
+        """
+        at_most = self._progress.copy()
+        at_most.updates = self.updates_at_most
+        return every.is_due(since, at_most) and every.is_due(
+            since, self.progress
+        )
+
     @property
-    def progress_at_most(self):
-        """The counters if no window since the last look was skipped."""
-        progress = self._progress.copy()
-        progress.updates = self.updates_at_most
-        return progress
+    def has_report(self):
+        """Whether a window has run since training began or was restored."""
+        return self._last_report is not None
+
+    @property
+    def window_logs(self):
+        """`Logs` of the last window alone, fetched when somebody looks."""
+        return Logs(self._last_report.window_logs)
+
+    @property
+    def micro_batch_logs(self):
+        """`Logs` of the last window's micro-batches, arrays `[k]`."""
+        return Logs(self._last_report.micro_batches)
+
+    def inspect(self, window):
+        """Run a window again without effect; see `Trainer.inspect`."""
+        self.publish()
+        loss_scale = 1.0
+        before = int(keras.ops.convert_to_numpy(self._state.micro_batches))
+        if window is self.last_window:
+            loss_scale = self.window_logs["loss_scale"]
+            before -= window.micro_batches
+        replay = Replay(self._hooks, self._state, tracked=self._tracked)
+        return replay.inspect(
+            window, loss_scale=loss_scale, micro_batches_before=before
+        )
 
     def running_logs(self):
         """Read the epoch so far, dict of numbers."""
@@ -274,10 +460,14 @@ class Engine:
         return window.micro_batches > 1 if steps is None else steps != 1
 
     def _slice(self, source, item):
-        """Cut a loader batch into what fits, for evaluation."""
-        return source.window(
-            [item], self._hooks.accumulation.micro_batch_size
-        ).split()
+        """Cut a loader batch into what fits, for evaluation.
+
+        A loss that compares examples must see those of a batch together.
+        """
+        size = self._hooks.accumulation.micro_batch_size
+        if self._hooks.has_window_loss:
+            size = None
+        return source.window([item], size).split()
 
     def _read_counters(self):
         """Learn from the device how many windows were applied."""

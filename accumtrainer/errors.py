@@ -1,8 +1,58 @@
 """Error classes, and the explanations too long to stand where they arise."""
 
 UNKNOWN_KERAS = (
-    "ACCUMTRAINER_KERAS must be 'keras'. Received: "
+    "ACCUMTRAINER_KERAS must be 'keras' or 'keras_core'. Received: "
     "ACCUMTRAINER_KERAS={name!r}. Unset it to stand on Keras 3."
+)
+
+OTHER_KERAS = (
+    "{name} must be made with {here}, on which accumtrainer stands here. "
+    "Received: {received} of {other}. Set ACCUMTRAINER_KERAS={other} before "
+    "accumtrainer is imported, or make it with {here}."
+)
+
+KERAS_CORE_EMA = (
+    "optimizer must not average weights with Keras Core, whose averages are "
+    "wrong in a compiled update. Received: use_ema=True. Leave use_ema out, "
+    "keep an average in Trainer.after_apply, or use Keras 3."
+)
+
+KERAS_CORE_CONSTRAINT = (
+    "A Dense layer must have no constraint with Keras Core, which never "
+    "applies it. Received: a constraint of {received}. Leave it out, assign "
+    "the constrained weights in Trainer.after_apply, or use Keras 3."
+)
+
+KERAS_CORE_MASK = (
+    "Nothing must make masks with Keras Core on JAX, which loses them in a "
+    "compiled step. Received: {received}. Set KERAS_BACKEND=tensorflow, use "
+    "Keras 3, or pass weights and attention masks as explicit arguments."
+)
+
+KERAS_CORE_FIT = (
+    "GradientAccumulation must be used with Keras 3. Received: a model of "
+    "Keras Core, whose fit runs in another way. Use a Trainer, which takes "
+    "the same model, or make the model with keras."
+)
+
+KERAS_CORE_STATISTICS = (
+    "AccumulatedBatchNormalization must be used with Keras 3. Received: a "
+    "layer of Keras Core, whose weights cannot be kept out of mixed precision. "
+    "Use keras_core.layers.BatchNormalization, or make the model with keras."
+)
+
+KERAS_CORE_PENALTY = (
+    "A model with a compute_loss of its own must have no weight regularizers "
+    "with Keras Core on JAX, whose model.losses leaves them out in a compiled "
+    "step. Received: {received}. Override Trainer.compute_loss instead, set "
+    "KERAS_BACKEND=tensorflow, or use Keras 3."
+)
+
+KERAS_CORE_PAIRING = (
+    "loss, y and sample_weight must have one entry for each output with Keras "
+    "Core, which pairs them by place. Received: {counts}. Give a list or dict "
+    "with an entry for every output; where one output needs no loss, give "
+    "loss as a dict by output name and leave it out there."
 )
 
 LOSS_WITHOUT_REDUCTION = (
@@ -15,7 +65,7 @@ BARE_LOSS = (
     "micro-batches of a window may count differently. Received: a scalar "
     "loss of unknown denominator. Return WeightedLoss(mean, denominator), "
     "use a keras loss that returns one value per example, say "
-    "Trainer(denominator='samples') or denominator=fn(batch) if you know what "
+    "{owner}(denominator='samples') or denominator=fn(batch) if you know what "
     "it was averaged over, or choose Accumulation(combine='mean')."
 )
 
@@ -57,11 +107,86 @@ EVERYTHING_DROPPED = (
     "tail='flush' or 'carry', fewer steps, or a smaller batch_size."
 )
 
+OTHER_DATA = (
+    "Data must be the same when a run goes on amid an epoch. Received: "
+    "{what}={now!r}, and {what}={before!r} when batch {batches} of epoch "
+    "{epoch} was saved. Give the same data, or go on from a checkpoint made at "
+    "the end of an epoch."
+)
+
+OTHER_BATCH_SIZE = (
+    "batch_size must divide the samples already seen when a run goes on amid "
+    "an epoch. Received: batch_size={now}, and batch_size={before} before, "
+    "with {seen} samples seen. Give one that divides {seen}, or go on from a "
+    "checkpoint made at the end of an epoch."
+)
+
+OTHER_ORDER = (
+    "Data must come in the same order when a run goes on. Received: another "
+    "batch than the last one before batch {batches} of epoch {epoch}. Give "
+    "shuffle(seed=...) of tf.data a seed, or the generator of a torch "
+    "DataLoader; use a new data set object, not one that was iterated before; "
+    "or use fit(fast_forward=True), which runs through all past data."
+)
+
+CANNOT_GO_BACK = (
+    "x must be able to go to where a saved run was. Received: an iterator of "
+    "type {kind}, which can only begin at the beginning. Give arrays, a "
+    "PyDataset, a tf.data or Grain dataset or another iterable that can be "
+    "iterated again; or use fit(fast_forward=True), which takes and drops what "
+    "the saved run has seen."
+)
+
+BATCH_HAS_CHANGED = (
+    "The last batch before this place is not the one that the saved run saw: "
+    "the PyDataset draws random numbers that nobody can restore, or its data "
+    "have changed. Training goes on, but not as it would have without the "
+    "interruption."
+)
+
 NO_BATCHES = (
     "A data source must yield at least one batch in every epoch. Received: "
     "none in epoch {epoch}. Give steps_per_epoch no larger than what the "
     "source holds per epoch, or a source that can be iterated again: a list, "
     "a dataset, or an object whose __iter__ starts afresh."
+)
+
+OTHER_PARTS = (
+    "Every loader batch must have the same parts: x, y and sample_weight "
+    "nested alike, of arrays with as many axes. Received: {received}, in "
+    "batch {batch} of epoch {epoch} (counted from 0). Have the loader yield "
+    "the same in every batch; a sample_weight of ones weighs all alike."
+)
+
+UNUSABLE_BATCH = (
+    "Every loader batch must hold at least one sample, and as many in every "
+    "array. Received: {received}, in batch {batch} of epoch {epoch} (counted "
+    "from 0). Have the loader leave out what is empty or cut off."
+)
+
+OTHER_SIZE = (
+    "{name} must keep the sizes that the model fixes. Received: {now} on axis "
+    "{axis}, where it was {before}, in {place} (counted from 0). Bring every "
+    "batch to {before} there, or make the model with None on that axis."
+)
+
+NOT_FINITE = (
+    "{name} must be finite with check_inputs=True. Received: {value} in row "
+    "{row} of {place} (counted from 0). Repair that sample, or give it a "
+    "finite value and a sample_weight of 0."
+)
+
+NO_SUCH_CLASS = (
+    "{name} must hold class numbers {rule}. Received: {value} in row {row} of "
+    "{place} (counted from 0). Correct the label, give the output more "
+    "classes, or use SparseCategoricalCrossentropy(ignore_class=...) if it "
+    "means that there is none."
+)
+
+ENDLESS = (
+    "{argument} must be given with data that never end. Received: "
+    "{argument}=None with data of infinite length. Give {argument}, the "
+    "number of loader batches to take{others}."
 )
 
 UNKNOWN_HOOK = (
@@ -93,6 +218,13 @@ OPTIMIZER_ACCUMULATES = (
     "the optimizer without, and use Trainer(accumulation={steps})."
 )
 
+SEVERAL_OPTIMIZERS = (
+    "optimizer must have a learning rate of its own. Received: a "
+    "MultiOptimizer, whose optimizers have one each. Give one optimizer for "
+    "all variables; where it is SGD, Trainer.on_apply can scale the gradients "
+    "of some of them."
+)
+
 OPTIMIZER_OF_OTHERS = (
     "optimizer must be new, or have been built for the model's trainable "
     "variables. Received: an optimizer built for other variables, which does "
@@ -103,6 +235,40 @@ TRAINABLE_CHANGED = (
     "model must keep the trainable variables it had when the Trainer was "
     "made. Received: {now} trainable variables where there were {before}, or "
     "other ones. Make a new Trainer after changing layer.trainable."
+)
+
+MANY_SHAPES = (
+    "Micro-batches should have few different shapes, because JAX compiles the "
+    "step again for each of them. Received: arrays of a fourth set of shapes, "
+    "{shapes}. Sort samples of similar length into a few buckets, or pad them "
+    "to a multiple of a fixed length, for example of 64; keep to a few values "
+    "of k where it changes. This is said once."
+)
+
+MODEL_WITH_OWN_TRAINING = (
+    "model must not override {name}, because inside fit GradientAccumulation "
+    "takes its place: several batches make one update, and what {name} does "
+    "with a batch alone would be lost. Received: {model}.{name}. Move the "
+    "loss into the model's compute_loss, which is honoured, or use a Trainer "
+    "and its hooks."
+)
+
+OWN_TRAIN_FUNCTION = (
+    "fit must be given one GradientAccumulation, and the model must not have a "
+    "make_train_function of its own. Received: model {model!r}, whose "
+    "make_train_function was replaced. Remove the other one."
+)
+
+DISTRIBUTED_FIT = (
+    "GradientAccumulation trains on one device. Received: a model under "
+    "tf.distribute or keras.distribution. Leave the strategy or distribution "
+    "out."
+)
+
+FIT_ACCUMULATES_TWICE = (
+    "optimizer must not accumulate gradients itself, or they would be "
+    "accumulated twice. Received: gradient_accumulation_steps={steps}. Make "
+    "the optimizer without, and use GradientAccumulation(steps={steps})."
 )
 
 NON_FINITE = (
@@ -121,6 +287,60 @@ class DataError(RuntimeError):
     """A data source broke its promise while training was running."""
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be read, or does not belong to this training."""
+
+
+class Preempted(SystemExit):
+    """A signal asked training to stop, and it has stopped in good order.
+
+    As a `SystemExit` it ends the program with status 128 + the signal's
+    number, 143 for SIGTERM, unless somebody catches it.
+    """
+
+
+OTHER_VARIABLES = (
+    "A checkpoint must belong to the same {part}. Received: {saved} in the "
+    "checkpoint, where there is {here} here. Build the same one again, or "
+    "begin a new run in another directory."
+)
+
+OTHER_CLASS = (
+    "A checkpoint must belong to the same {part}. Received: one saved with "
+    "{before}, while this Trainer has {now}. Use {before}, or take over the "
+    "weights alone: trainer.restore(path, weights_only=True)."
+)
+
+NOT_BUILT = (
+    "model must be built before it can be saved or restored. Received: the "
+    "model {model!r}, which has no variables yet. Call it once on data, or "
+    "give it an Input; fit(resume_from=...) builds it by itself."
+)
+
+NOT_OURS = (
+    "path must be a new directory or a checkpoint to be replaced. Received: "
+    "{path}, which holds something else. Choose another path."
+)
+
+UNREADABLE_CHECKPOINT = "The checkpoint {path} cannot be used: {reason}."
+
+NO_GOOD_CHECKPOINT = (
+    "At least one checkpoint must be good. Received: {path}, where all "
+    "{count} are damaged or foreign; the newest is named above. Restore the "
+    "directory from a copy, or move it away to begin anew."
+)
+
+NO_CHECKPOINT = (
+    "There must be a checkpoint to go on from. Received: {path}, which has "
+    "none. Check the path, or use resume_from='auto', which begins anew where "
+    "there is none."
+)
+
+NO_SCORES = (
+    "which='best' needs checkpoints with a score. Received: {path}, where none "
+    "has one. Save with Checkpoint(keep_best='val_loss'), or use 'latest'."
+)
+
 CALLBACK_WITH_TRAINER_HOOK = (
     "{callback}.{hook} takes ({parameters}), which is how a Trainer's hook is "
     "written. Hooks of a Trainer are traced into the compiled step: they take "
@@ -128,4 +348,19 @@ CALLBACK_WITH_TRAINER_HOOK = (
     "afterwards: they see numbers and return nothing. To change gradients or "
     "batches, write {hook} as a method of a subclass of Trainer; to observe, "
     "give the callback's hook the parameters ({position}, logs)."
+)
+
+NOT_WITH_A_WINDOW_LOSS = (
+    "{name} must be left out of a WindowLossTrainer. Received: "
+    "{name}={value!r}. Its loss is window_loss, which sees all examples of an "
+    "update at once; put into that what {name} was meant to do."
+)
+
+NOT_TRACKED = (
+    "A variable that hooks or layers write to must be part of the training, or "
+    "nothing saves it and a skipped update does not put it back. Received: a "
+    "write to {variable!r}, which is neither the model's nor tracked. Call "
+    "self.track(...) on it before training; if it is the state of a random "
+    "generator, draw with seed=self.rng in hooks, and with a SeedGenerator "
+    "that the layer owns in layers."
 )

@@ -33,6 +33,7 @@ class EvaluationProgram:
         self._tracked = list(tracked)
         self._objective = Objective(hooks)
         self._tally = None
+        self._borrowed = []
 
     def build(self, batch):
         """Learn from one batch which losses and logged values there are."""
@@ -41,8 +42,9 @@ class EvaluationProgram:
         self.build_model(batch)
         book = self._hooks._log_book
         training_reductions, book.reductions = book.reductions, {}
-        with Scratch(self._known_variables()):
+        with Scratch(self._known_variables()) as scope:
             self._backend.trace(self._survey, batch)
+        self._borrowed = list(scope.strangers_read.values())
         self._tally = Tally(
             losses=len(self._losses),
             reductions=book.reductions,
@@ -77,7 +79,7 @@ class EvaluationProgram:
     def variables(self):
         """Every variable an evaluation reads or changes, each once."""
         tally = self._tally.variables if self._tally else []
-        variables = [*self._known_variables(), *tally]
+        variables = [*self._known_variables(), *tally, *self._borrowed]
         return list({id(v): v for v in variables}.values())
 
     def start(self):

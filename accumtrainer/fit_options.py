@@ -49,6 +49,9 @@ class FitOptions:
         validation_freq: int, or the 1-based epochs to validate after.
         fast_dev_run: `True` or a number of updates: a trial of everything.
         overfit_batches: int, train again and again on the first few batches.
+        fast_forward: whether to run through past data on going on from a
+            checkpoint, where there is no better way.
+        check_inputs: whether to look at every number before it is used.
 
     Example:
         >>> FitOptions(max_updates=10).last_epoch
@@ -65,6 +68,8 @@ class FitOptions:
     validation_freq: Any = 1
     fast_dev_run: bool | int = False
     overfit_batches: int | None = None
+    fast_forward: bool = False
+    check_inputs: bool = False
 
     def __post_init__(self):
         for name in ("epochs", "max_updates", "overfit_batches"):
@@ -92,6 +97,18 @@ class FitOptions:
                 f"validation_every={self.validation_every!r}. Use for example "
                 "Every(100, 'updates')."
             )
+        if not isinstance(self.fast_forward, bool):
+            raise TypeError(
+                "fast_forward must be True or False. Received: "
+                f"fast_forward={self.fast_forward!r}. Use True to run through "
+                "past data when a run goes on."
+            )
+        if not isinstance(self.check_inputs, bool):
+            raise TypeError(
+                "check_inputs must be True or False. Received: "
+                f"check_inputs={self.check_inputs!r}. Use True to look for "
+                "NaN and for labels of no class."
+            )
         self._check_validation_freq()
 
     def _check_validation_freq(self):
@@ -116,6 +133,11 @@ class FitOptions:
     def is_bounded(self):
         """Whether the number of epochs is known."""
         return not math.isinf(self.last_epoch)
+
+    @property
+    def may_end_amid_epoch(self):
+        """Whether something else than the data ends an epoch."""
+        return self.max_seconds is not None or not math.isinf(self.update_limit)
 
     @property
     def update_limit(self):

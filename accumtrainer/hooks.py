@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from accumtrainer import errors
-from accumtrainer.keras_api import keras, ops
+from accumtrainer.keras_api import keras, ops, tree
 from accumtrainer.losses import WeightedLoss, count_samples
 
 HOOK_NAMES = (
@@ -113,6 +113,8 @@ class Hooks:
     _model_computes_loss: bool
     _model_takes_training: bool
     _must_weigh: bool
+    has_window_loss = False
+    _owner = "Trainer"  # what users give arguments to, for messages
 
     def on_micro_batch(self, batch, info):
         """Change a micro-batch before the forward pass, in training only.
@@ -211,6 +213,13 @@ class Hooks:
         """
         self._log_book.record(name, value, weight, reduce)
 
+    @property
+    def variables_of_loss(self):
+        """Variables of the compiled loss, which mean nothing to training."""
+        if self._compiled_loss is None:
+            return []
+        return self._compiled_loss.variables
+
     def overrides(self, name):
         """Whether a subclass has its own version of a hook."""
         return getattr(type(self), name) is not getattr(Hooks, name)
@@ -239,7 +248,7 @@ class Hooks:
             return loss
         if self._denominator is None and info.training:
             if self._must_weigh:
-                raise ValueError(errors.BARE_LOSS)
+                raise ValueError(errors.BARE_LOSS.format(owner=self._owner))
             self._guessed_denominator = self.accumulation.combine == "exact"
         if callable(self._denominator):
             weight = ops.cast(self._denominator(batch), "float32")
@@ -258,3 +267,57 @@ def takes_argument(function, name):
 def overrides_compute_loss(model):
     """Tell whether a model has a `compute_loss` of its own."""
     return type(model).compute_loss is not keras.Model.compute_loss
+
+
+def check_batch(given, returned):
+    """Refuse a batch of another structure than `on_micro_batch` was given.
+
+    Raises:
+        TypeError: the structures differ.
+    """
+    try:
+        tree.assert_same_structure(given, returned)
+    except (ValueError, TypeError) as error:
+        raise TypeError(
+            errors.WRONG_STRUCTURE.format(
+                hook="on_micro_batch",
+                rule="a Batch of the structure it was given",
+                received=tree.map_structure(lambda leaf: "*", returned),
+            )
+        ) from error
+
+
+def check_gradients(hook, given, returned):
+    """Refuse gradients of another number or other shapes than a hook was given.
+
+    Args:
+        hook: str, its name.
+        given: list of tensors.
+        returned: what came back.
+
+    Raises:
+        TypeError: they differ; the first difference is named.
+    """
+    rule = f"one gradient per trainable variable ({len(given)})"
+    if not isinstance(returned, (list, tuple)) or len(returned) != len(given):
+        received = type(returned).__name__
+        if isinstance(returned, (list, tuple)):
+            received = f"{received} of {len(returned)}"
+        raise TypeError(
+            errors.WRONG_STRUCTURE.format(
+                hook=hook, rule=rule, received=received
+            )
+        )
+    for position, (old, new) in enumerate(zip(given, returned, strict=True)):
+        received = f"{type(new).__name__}"
+        if ops.is_tensor(new):
+            received = f"shape {tuple(new.shape)}"
+        if received != f"shape {tuple(old.shape)}":
+            raise TypeError(
+                errors.WRONG_STRUCTURE.format(
+                    hook=hook,
+                    rule=f"a gradient of shape {tuple(old.shape)} in place "
+                    f"{position}",
+                    received=received,
+                )
+            )

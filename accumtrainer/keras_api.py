@@ -1,8 +1,10 @@
 """The one place that decides which Keras this library stands on.
 
-Every other module imports `keras`, `ops` and `tree` from here. Private Keras
-names are used only by the functions at the end of this file, each with its
-reason; `tests/test_keras_api.py` notices when one of them changes.
+Every other module imports `keras`, `ops` and `tree` from here. What differs
+between Keras 3 and Keras Core is in `on_keras.py` and `on_keras_core.py`,
+which nothing else imports. Private names are used only there and by the
+functions at the end of this file, each with its reason;
+`tests/test_keras_api.py` notices when one of them changes.
 """
 
 import os
@@ -12,28 +14,87 @@ from accumtrainer import errors
 KERAS_NAME = os.environ.get("ACCUMTRAINER_KERAS", "keras")
 
 if KERAS_NAME == "keras":
-    import keras
-    from keras import tree
-    from keras.src.backend.common import masking
+    from accumtrainer.on_keras import (
+        ACTIVITY_LOSSES_ARE_MEANS,
+        check_fit_support,
+        check_loss_support,
+        check_statistics_support,
+        check_support,
+        compute_compiled_losses,
+        keras,
+        keras_mask,
+        losses_of_layers,
+        ops,
+        set_keras_mask,
+        tree,
+    )
+elif KERAS_NAME == "keras_core":
+    from accumtrainer.on_keras_core import (
+        ACTIVITY_LOSSES_ARE_MEANS,
+        check_fit_support,
+        check_loss_support,
+        check_statistics_support,
+        check_support,
+        compute_compiled_losses,
+        keras,
+        keras_mask,
+        losses_of_layers,
+        ops,
+        set_keras_mask,
+        tree,
+    )
 else:
     raise ImportError(errors.UNKNOWN_KERAS.format(name=KERAS_NAME))
 
-ops = keras.ops
+OTHER_KERAS_NAME = "keras" if KERAS_NAME == "keras_core" else "keras_core"
 
 BACKEND = keras.backend.backend()
 
 __all__ = [
+    "ACTIVITY_LOSSES_ARE_MEANS",
     "BACKEND",
     "KERAS_NAME",
+    "OTHER_KERAS_NAME",
+    "check_fit_support",
+    "check_loss_support",
+    "check_statistics_support",
+    "check_support",
     "compiled_arguments",
+    "compute_compiled_losses",
     "copy_mask",
     "flatten_layers",
     "is_known_to",
     "keras",
     "keras_mask",
+    "losses_of_layers",
     "ops",
+    "refuse_other_keras",
+    "schedule_of",
     "tree",
 ]
+
+
+def refuse_other_keras(name, *things):
+    """Refuse objects made with the Keras that is not in use here.
+
+    Args:
+        name: the argument as the user wrote it.
+        things: objects of any kind.
+
+    Raises:
+        TypeError: one of them is of a class of the other Keras.
+    """
+    for thing in things:
+        packages = {c.__module__.partition(".")[0] for c in type(thing).__mro__}
+        if OTHER_KERAS_NAME in packages:
+            raise TypeError(
+                errors.OTHER_KERAS.format(
+                    name=name,
+                    received=type(thing).__name__,
+                    here=KERAS_NAME,
+                    other=OTHER_KERAS_NAME,
+                )
+            )
 
 
 def flatten_layers(model):
@@ -63,29 +124,18 @@ def is_known_to(optimizer, variable):
     return any(known is variable for known in optimizer._trainable_variables)
 
 
-def keras_mask(tensor):
-    """Return the mask Keras attached to a tensor, or `None`.
-
-    Keras passes masks to losses and metrics beside the tensor, in a place
-    that depends on the backend, and has no public way to ask for it. The
-    losses here need to know only whether there is one; the mask itself is
-    always applied by Keras.
-    """
-    return masking.get_keras_mask(tensor)
-
-
 def copy_mask(source, target):
     """Attach to `target` the mask Keras attached to `source`, if any.
 
     A loss with `ignore_class` marks the values it ignored by such a mask.
-    Keras reads it from the values a loss returns and has no public setter.
+    Keras reads it from the values a loss returns.
 
     Returns:
         `target`, changed in place.
     """
     mask = keras_mask(source)
     if mask is not None:
-        masking.set_keras_mask(target, mask)
+        set_keras_mask(target, mask)
     return target
 
 
@@ -105,3 +155,14 @@ def compiled_arguments(model):
     config = model._compile_config.config
     names = ("loss", "loss_weights", "metrics", "weighted_metrics")
     return {name: config[name] for name in names}
+
+
+def schedule_of(optimizer):
+    """Return the schedule of an optimizer's learning rate, or `None`.
+
+    `Optimizer.get_config` returns it serialized, and serializing imports
+    TensorFlow wherever it is installed.
+    """
+    rate = optimizer._learning_rate
+    schedules = keras.optimizers.schedules
+    return rate if isinstance(rate, schedules.LearningRateSchedule) else None

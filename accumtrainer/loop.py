@@ -5,12 +5,27 @@ import itertools
 import math
 import time
 
-from accumtrainer.batches import windows
+from accumtrainer.batches import window_of_batches
 from accumtrainer.callback import Logs
+from accumtrainer.callback_state import CallbackStates, announce_states
 from accumtrainer.config import updates_per_epoch
 from accumtrainer.fit_options import check_steps
+from accumtrainer.input_checks import InputChecks
+from accumtrainer.layers import plain_batch_normalizations
+from accumtrainer.position import Position, windows
+from accumtrainer.progress import Progress
 from accumtrainer.signals import Interruption
+from accumtrainer.snapshot import blank
+from accumtrainer.source import check_ends
 from accumtrainer.sources import make_source
+
+NOTHING_LEFT = "the saved run has reached its end; nothing is left to train"
+
+BATCH_STATISTICS = (
+    "note: BatchNormalization takes the statistics of each micro-batch and "
+    "moves its averages {count} times per update; "
+    "accumtrainer.layers.AccumulatedBatchNormalization moves them once"
+)
 
 
 class Validation:
@@ -65,9 +80,11 @@ def _validation_source(data, batch_size, steps):
             "yields such batches, or a dict of these by name. Received: "
             f"a tuple of {len(arrays)}. Put several inputs into one tuple."
         )
-    return make_source(
+    source = make_source(
         *arrays, batch_size=batch_size, shuffle=False, steps=steps
     )
+    check_ends(source, "validation_steps")
+    return source
 
 
 def updates_in_epoch(source, accumulation, epoch):
@@ -100,10 +117,11 @@ class FitLoop:
         source: `Source` of the training data.
         validation: `Validation`.
         dispatcher: `Dispatcher`.
+        saved: `Snapshot` to go on from, or `None` to begin.
     """
 
     def __init__(
-        self, trainer, engine, options, source, validation, dispatcher
+        self, trainer, engine, options, source, validation, dispatcher, saved
     ):
         self._trainer = trainer
         self._engine = engine
@@ -111,11 +129,25 @@ class FitLoop:
         self._source = source
         self._validation = validation
         self._dispatcher = dispatcher
-        self._interruption = Interruption()
-        self._carried = []
+        self._interruption = Interruption(
+            {
+                name
+                for callback in dispatcher.callbacks
+                for name in getattr(callback, "signals", ())
+            }
+        )
+        self._position = Position(epoch=options.initial_epoch)
+        self._saved = saved
+        self._goes_on_amid_epoch = False
         self._before = engine.progress
+        self._seconds_before = 0.0
         self._validated = self._before
         self._validation_logs = {}
+        self._last_logs = {}
+        self._micro_batch = None
+        self._checks = None
+        self._callback_states = None
+        self._is_at_rest = False
 
     def run(self, announce):
         """Train until an end is reached.
@@ -127,25 +159,148 @@ class FitLoop:
         Returns:
             `keras.callbacks.History`.
         """
-        trainer, options = self._trainer, self._options
+        trainer = self._trainer
         trainer.model.stop_training = False
-        epochs = itertools.count(options.initial_epoch)
-        upcoming = self._windows(options.initial_epoch)
-        begun = list(itertools.islice(upcoming, 1))
-        first = begun[0] if begun else self._window_to_come()
-        self._engine.prepare(first)
-        announce(self.describe(first))
-        upcoming = itertools.chain(begun, upcoming)
+        self._begun = time.monotonic()
+        self._go_to_saved_position()
+        upcoming = self._prepare(announce)
         self._begun = time.monotonic()
         with self._interruption.deferred(), self._dispatcher.training():
-            with self._published_at_the_end():
-                for epoch in itertools.takewhile(self._should_begin, epochs):
-                    self._run_epoch(epoch, upcoming)
-                    upcoming = self._windows(epoch + 1)
+            self._callback_states = CallbackStates(self._dispatcher.callbacks)
+            with self._published_at_the_end(), self._saved_on_errors():
+                if not self._goes_on_amid_epoch:
+                    self._restore()
+                is_complete = True
+                while is_complete and self._should_begin():
+                    is_complete = self._run_epoch(upcoming)
+                    upcoming = self._windows()
+                if is_complete:
+                    self._rest("end")
+                self._interruption.check()
             trainer.optimizer.finalize_variable_values(
                 trainer.model.trainable_variables
             )
         return self._dispatcher.history
+
+    def _prepare(self, announce):
+        """Build what the first window needs; return the windows to come."""
+        has_ended = self._saved is not None and not self._should_begin()
+        upcoming = iter(()) if has_ended else self._windows()
+        begun = list(itertools.islice(upcoming, 1))
+        first = begun[0] if begun else self._window_to_come()
+        self._micro_batch = first.split()[0]
+        if begun and self._options.check_inputs and self._trainer.model.built:
+            # Run eagerly, the preparation computes with these numbers.
+            epoch = self._position.epoch
+            self._make_checks().check(first, epoch=epoch, index=0)
+        self._engine.prepare(
+            first,
+            like=self._saved,
+            measures_gradients=any(
+                getattr(callback, "needs_gradient_norms", False)
+                for callback in self._dispatcher.callbacks
+            ),
+        )
+        self._checks = self._make_checks()
+        self._check_saved()
+        is_last = self._position.epoch + 1 >= self._options.last_epoch
+        is_over = self._saved is not None and is_last and not begun
+        announce(NOTHING_LEFT if is_over else self.describe(first))
+        count = first.micro_batches
+        is_many = count > 1 and not is_over
+        if is_many and plain_batch_normalizations(self._trainer.model):
+            announce(BATCH_STATISTICS.format(count=count))
+        return itertools.chain(begun, upcoming)
+
+    def _make_checks(self):
+        return InputChecks.of(
+            self._trainer,
+            self._micro_batch,
+            numbers=self._options.check_inputs,
+        )
+
+    # Going on from a snapshot.
+
+    def snapshot_parts(self):
+        """Return what the loop adds to a snapshot, a dict of its fields."""
+        return {
+            "position": self._position.get_state(),
+            "source": self._source.get_state(),
+            "run": {
+                "before": self._before.as_dict(),
+                "seconds": self._seconds(),
+                "validated": self._validated.as_dict(),
+                "validation_logs": dict(self._validation_logs),
+                "last_logs": self._running_logs(),
+                "has_stopped": bool(self._trainer.model.stop_training),
+                "micro_batch": blank(self._micro_batch),
+            },
+            "callbacks": self._callback_states.get(),
+        }
+
+    def _go_to_saved_position(self):
+        saved = self._saved
+        if saved is None:
+            return
+        if saved.position is None:
+            self._position = Position(epoch=saved.progress["epochs"])
+            self._before = Progress()
+            return
+        self._position = Position.of_state(saved.position)
+        self._source.go_to(
+            self._position,
+            saved.source,
+            fast_forward=self._options.fast_forward,
+        )
+        run = saved.run
+        self._before = Progress.from_dict(run["before"])
+        self._seconds_before = run["seconds"]
+        self._validated = Progress.from_dict(run["validated"])
+        self._last_logs = run["last_logs"]
+        self._micro_batch = run["micro_batch"]
+        self._trainer.model.stop_training = run["has_stopped"]
+        self._goes_on_amid_epoch = self._position.is_amid_epoch
+        announce_states(self._dispatcher.callbacks, saved.callbacks)
+
+    def _check_saved(self):
+        if self._saved is not None:
+            self._engine.check_fits(
+                self._saved.variables,
+                is_amid_epoch=self._goes_on_amid_epoch,
+            )
+
+    def _restore(self):
+        """Put everything back, when all that begins anew has begun."""
+        saved, self._saved = self._saved, None
+        if saved is None:
+            return
+        self._engine.restore(
+            saved.variables,
+            saved.progress,
+            is_amid_epoch=self._goes_on_amid_epoch,
+        )
+        if saved.run is not None:
+            self._validation_logs = dict(saved.run["validation_logs"])
+        self._callback_states.set(saved.callbacks)
+
+    def _rest(self, reason):
+        """Tell callbacks that everything until here is done."""
+        self._is_at_rest = False
+        self._dispatcher.call("on_safe_point", reason, {})
+        self._is_at_rest = True
+
+    @contextlib.contextmanager
+    def _saved_on_errors(self):
+        """Let callbacks save if an error comes between two windows."""
+        try:
+            yield
+        except Exception as error:
+            if self._is_at_rest:
+                try:
+                    self._dispatcher.call("on_safe_point", "error", {})
+                except Exception as failure:
+                    error.add_note(f"While saving: {failure!r}")
+            raise
 
     @contextlib.contextmanager
     def _published_at_the_end(self):
@@ -185,43 +340,50 @@ class FitLoop:
         samples = f"{first.samples} samples per update"
         return f"{samples} = {shape}{epoch}; {trainer.plan}"
 
-    def _windows(self, epoch):
-        accumulation = self._trainer.accumulation
+    def _windows(self):
+        accumulation, position = self._trainer.accumulation, self._position
+        epoch = position.epoch
         is_last = epoch + 1 >= self._options.last_epoch
         tail = accumulation.tail
         if tail == "carry" and is_last:
             tail = "flush"  # nothing comes after it that could take the rest
         return windows(
             self._source,
-            epoch=epoch,
+            position,
             steps_at=lambda: accumulation.steps_at(epoch, self._updates()),
             micro_batch_size=accumulation.micro_batch_size,
             tail=tail,
-            carried=self._carried,
         )
 
     def _window_to_come(self):
-        """Make up a window where the first epoch is too short to fill one."""
+        """Make up a window where there is none to see before training."""
         steps = self._trainer.accumulation.steps_at(
-            self._options.initial_epoch, self._updates()
+            self._position.epoch, self._updates()
         )
-        items = itertools.islice(itertools.cycle(self._carried), steps)
+        if self._micro_batch is not None:
+            return window_of_batches([self._micro_batch] * (steps or 1), None)
+        items = itertools.islice(itertools.cycle(self._position.carried), steps)
         return self._source.window(list(items), None)
 
     def _updates(self):
         """Count the updates made, only where the window's size needs it."""
-        if callable(self._trainer.accumulation.steps):
-            return self._engine.progress.updates
-        return 0
+        if not callable(self._trainer.accumulation.steps):
+            return 0
+        if self._saved is not None:
+            return self._saved.progress["updates"]
+        return self._engine.progress.updates
 
-    def _should_begin(self, epoch):
-        if epoch >= self._options.last_epoch:
+    def _should_begin(self):
+        position = self._position
+        if position.epoch >= self._options.last_epoch:
             return False
-        return epoch == self._options.initial_epoch or not self._should_stop()
+        if position.epoch == self._options.initial_epoch:
+            return True
+        return self._goes_on_amid_epoch or not self._should_stop()
 
     def _seconds(self):
-        """Seconds since training began, in this call."""
-        return time.monotonic() - self._begun
+        """Seconds since training began, without those it was interrupted."""
+        return self._seconds_before + time.monotonic() - self._begun
 
     def _should_stop(self):
         trainer, options = self._trainer, self._options
@@ -233,31 +395,75 @@ class FitLoop:
         if math.isinf(options.update_limit):
             return False
         end = self._before.updates + options.update_limit
+        if self._saved is not None:
+            return self._saved.progress["updates"] >= end
         if self._engine.updates_at_most < end:
             return False
         return self._engine.progress.updates >= end
 
-    def _run_epoch(self, epoch, upcoming):
-        engine, dispatcher = self._engine, self._dispatcher
+    def _run_epoch(self, upcoming):
+        """Run an epoch, or the rest of one.
+
+        Returns:
+            Whether it is complete, not broken off by an end that came first.
+        """
+        engine, position = self._engine, self._position
+        epoch = position.epoch
+        self._is_at_rest = False
         engine.start_epoch(epoch)
         self._validation_logs = {}
         self._tell("on_epoch_begin", epoch, {})
-        has_run = False  # A carried tail can be all there is of an epoch.
-        for index, window in enumerate(upcoming):
-            has_run = True
-            self._run_update(index, window)
-            self._validate_if_due()
-            self._interruption.check()
-            if self._should_stop():
-                break
+        is_complete = self._run_windows(upcoming)
         engine.finish_epoch()
-        logs = engine.running_logs() if has_run else {}
+        # A carried tail can be all there is of an epoch.
+        logs = dict(self._running_logs()) if position.windows else {}
         self._validate_if_due()
         if self._validation and self._options.validates_after(epoch):
             self._validate()
         logs |= self._validation_logs
         self._tell("on_epoch_end", epoch, logs)
-        dispatcher.last_logs = logs
+        self._dispatcher.last_logs = logs
+        position.begin_next_epoch()
+        if is_complete:
+            self._rest("epoch")
+            self._leave_if_interrupted()
+        return is_complete
+
+    def _running_logs(self):
+        if self._engine.has_report:
+            return self._engine.running_logs()
+        return self._last_logs
+
+    def _run_windows(self, upcoming):
+        """Run the windows of an epoch until there are no more, or an end is.
+
+        Returns:
+            Whether there are no more.
+        """
+        if self._goes_on_amid_epoch:
+            self._restore()
+            self._goes_on_amid_epoch = False
+            if self._should_stop():
+                return False
+        self._is_at_rest = True
+        for window in self._engine.waiting_for(upcoming):
+            self._is_at_rest = False
+            index = self._position.windows - 1
+            self._checks.check(window, epoch=self._position.epoch, index=index)
+            self._run_update(index, window)
+            self._validate_if_due()
+            should_stop = self._should_stop()
+            self._rest("stop" if should_stop else "update")
+            self._leave_if_interrupted()
+            if should_stop:
+                return False
+        self._is_at_rest = False
+        return True
+
+    def _leave_if_interrupted(self):
+        if self._interruption.is_pending:
+            self._rest("interruption")
+        self._interruption.check()
 
     def _run_update(self, index, window):
         engine, dispatcher = self._engine, self._dispatcher
@@ -271,19 +477,18 @@ class FitLoop:
         engine.count_window(window)
         engine.count_seconds(self._before.seconds + self._seconds())
         if dispatcher.listens("on_apply"):
-            logs = Logs(report.window_logs)
-            self._tell("on_apply", engine.progress.updates, logs)
+            self._tell("on_apply", engine.progress.updates, engine.window_logs)
         logs = Logs(report.running_logs)
         self._tell("on_train_batch_end", index, logs)
 
     def _tell_micro_batches(self, report, window, progress):
         """Tell of micro-batches, with `progress` as if one by one."""
-        rows = zip(report.micro_batches(), window.sizes, strict=True)
+        columns = report.micro_batches()
         with self._engine.showing(progress):
-            for index, ((loss, weight), size) in enumerate(rows):
+            for index, size in enumerate(window.sizes):
                 progress.micro_batches += 1
                 progress.samples += size
-                logs = {"loss": loss, "weight": weight}
+                logs = {name: float(v[index]) for name, v in columns.items()}
                 self._tell("on_micro_batch", index, logs)
                 self._tell("on_accumulate", index, logs)
 
@@ -291,13 +496,8 @@ class FitLoop:
         every = self._options.validation_every
         if every is None or not self._validation:
             return
-        # Asking for the progress waits for the device: ask only when enough
-        # windows have run that it could be due.
-        if not every.is_due(self._validated, self._engine.progress_at_most):
-            return
-        now = self._engine.progress
-        if every.is_due(self._validated, now):
-            self._validated = now
+        if self._engine.is_due(every, self._validated):
+            self._validated = self._engine.progress
             with self._engine.metrics_kept():
                 self._validate()
 

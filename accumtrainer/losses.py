@@ -11,10 +11,12 @@ from typing import Any
 
 from accumtrainer import errors
 from accumtrainer.keras_api import (
+    ACTIVITY_LOSSES_ARE_MEANS,
+    compute_compiled_losses,
     copy_mask,
-    flatten_layers,
     keras,
     keras_mask,
+    losses_of_layers,
     ops,
     tree,
 )
@@ -74,6 +76,11 @@ class CompiledLoss:
             jit_compile=False,
         )
 
+    @property
+    def variables(self):
+        """Variables in which Keras tracks the losses, read by nobody."""
+        return [v for metric in self._board.metrics for v in metric.variables]
+
     def __call__(self, y, y_pred, sample_weight=None):
         """Evaluate every output's loss with its denominator.
 
@@ -87,21 +94,11 @@ class CompiledLoss:
             a loss reduced by itself. A single loss is named `"loss"`.
         """
         self._measured.clear()
-        self._board.compute_loss(
-            y=y, y_pred=y_pred, sample_weight=sample_weight
-        )
+        names = compute_compiled_losses(self._board, y, y_pred, sample_weight)
         measured = list(self._measured)
         self._measured.clear()
-        return dict(
-            zip(self._output_names(len(measured)), measured, strict=True)
-        )
-
-    def _output_names(self, count):
-        if count == 1:
-            return ["loss"]
-        # Keras tracks several losses by one metric each, in their order,
-        # after the tracker of their sum.
-        return [metric.name for metric in self._board.metrics[1:]]
+        names = names if len(measured) > 1 else ["loss"]
+        return dict(zip(names, measured, strict=True))
 
 
 class _LossBoard(keras.Model):
@@ -215,8 +212,8 @@ def count_samples(nest):
 def added_losses(model):
     """Collect what layers added to the loss in the last call of a model.
 
-    Activity regularizers are means over samples (Keras divides them by the
-    batch size). A vector given to `add_loss` is summed by Keras. A scalar
+    Activity regularizers are means over samples where Keras divides them by
+    the batch size. A vector given to `add_loss` is summed by Keras. A scalar
     given to `add_loss` says nothing about what it was averaged over.
 
     Args:
@@ -227,37 +224,18 @@ def added_losses(model):
         or `"bare"`; and the weight regularization, a scalar tensor, or `None`
         where there is none.
     """
-    regularized = _count_regularized(model)
-    losses = list(model.losses)
-    own, weights = losses, []
-    if regularized:
-        own, weights = losses[:-regularized], losses[-regularized:]
-    activity = _activity_ids(model) if own else set()
-    added = [(_added_kind(v, activity), _as_scalar(v)) for v in own]
-    return added, _sum_scalars([_as_scalar(v) for v in weights])
+    added, penalties = losses_of_layers(model)
+    kinds = [
+        (_added_kind(loss, is_activity), _as_scalar(loss))
+        for loss, is_activity in added
+    ]
+    return kinds, _sum_scalars([_as_scalar(v) for v in penalties])
 
 
-def _added_kind(loss, activity_ids):
-    if id(loss) in activity_ids:
-        return "activity"
+def _added_kind(loss, is_activity):
+    if is_activity:
+        return "activity" if ACTIVITY_LOSSES_ARE_MEANS else "sum"
     return "bare" if len(loss.shape) == 0 else "sum"
-
-
-def _activity_ids(model):
-    """Identify the losses that come from activity regularizers."""
-    seen, activity = set(), set()
-    for layer in reversed(flatten_layers(model)):
-        losses = list(layer.losses)
-        own = losses[: len(losses) - _count_regularized(layer)]
-        fresh = [id(loss) for loss in own if id(loss) not in seen]
-        seen.update(fresh)
-        if getattr(layer, "activity_regularizer", None) is not None:
-            activity.update(fresh)
-    return activity
-
-
-def _count_regularized(layer):
-    return sum(v.regularizer is not None for v in layer.trainable_weights)
 
 
 def _as_scalar(loss):
@@ -313,11 +291,25 @@ def _loss_name(identifier):
     return name.strip("<>")  # a scope name, which "<lambda>" is not
 
 
-def _resolve_loss(identifier, y_true, y_pred):
-    """Turn what `compile` accepts into a `keras.losses.Loss`."""
+def find_loss(identifier, y_true, y_pred):
+    """Find the loss that `compile` would use for these.
+
+    Args:
+        identifier: what `compile` accepts for one output.
+        y_true: targets, of which the shape is looked at.
+        y_pred: predictions, of which the shape is looked at.
+
+    Returns:
+        `keras.losses.Loss` or function.
+    """
     if str(identifier).lower() in ("crossentropy", "ce"):
         identifier = _crossentropy_name(y_true, y_pred)
-    loss = keras.losses.get(identifier)
+    return keras.losses.get(identifier)
+
+
+def _resolve_loss(identifier, y_true, y_pred):
+    """Turn what `compile` accepts into a `keras.losses.Loss`."""
+    loss = find_loss(identifier, y_true, y_pred)
     return loss if isinstance(loss, keras.losses.Loss) else _FunctionLoss(loss)
 
 

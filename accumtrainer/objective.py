@@ -1,5 +1,6 @@
 """What a micro-batch is trained or judged on: its losses and its metrics."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,17 +67,18 @@ class Objective:
         self._has_metrics = hooks.has_metrics
         self._model = model
 
-    def measure(self, batch, info):
+    def measure(self, batch, info, compute_loss=None):
         """Compute the losses of a micro-batch and update the metrics.
 
         Args:
             batch: `Batch` of tensors.
             info: `Info`.
+            compute_loss: function of both, default that of the hooks.
 
         Returns:
             `Measured`.
         """
-        result = self._hooks.compute_loss(batch, info)
+        result = (compute_loss or self._hooks.compute_loss)(batch, info)
         losses = _as_losses(result)
         outputs = _outputs(losses)
         samples = count_samples(batch.x)
@@ -196,5 +198,14 @@ def _unique(variables):
 
 
 def is_random_state(variable):
-    """Tell whether a variable is the state of a `SeedGenerator`."""
-    return keras.backend.standardize_dtype(variable.dtype) == "uint32"
+    """Tell whether a variable is the state of a `SeedGenerator`.
+
+    Keras gives all of them one name, and a dtype that the backend chooses.
+    """
+    like = _some_random_state()
+    return (variable.name, variable.dtype) == (like.name, like.dtype)
+
+
+@functools.cache
+def _some_random_state():
+    return keras.random.SeedGenerator(0).state

@@ -12,11 +12,31 @@ class Scratch(keras.StatelessScope):
 
     Args:
         variables: list of Keras variables that may be read or written.
+
+    Attributes:
+        strangers_read: dict of further variables that were read, by their id.
+        strangers_written: dict of further variables that were written.
     """
 
     def __init__(self, variables):
+        self._before = {id(v): v.value for v in variables}
+        self.strangers_read, self.strangers_written = {}, {}
         super().__init__([(v, v.value) for v in variables], collect_losses=True)
-        self._before = {id(v): self.get_current_value(v) for v in variables}
+        self._before = {
+            id(v): super(Scratch, self).get_current_value(v) for v in variables
+        }
+
+    def get_current_value(self, variable):
+        """Return the value a variable has inside this scope, if it has one."""
+        if id(variable) not in self._before:
+            self.strangers_read[id(variable)] = variable
+        return super().get_current_value(variable)
+
+    def add_update(self, update):
+        """Note a new value of a variable, a pair of both."""
+        if id(update[0]) not in self._before:
+            self.strangers_written[id(update[0])] = update[0]
+        super().add_update(update)
 
     def has_written(self, variable):
         """Whether a variable was assigned inside this scope."""
@@ -40,8 +60,13 @@ class TrainingState:
         self.micro_batches = _counter("micro_batches")
         self.epoch = _counter("epoch")
         self.loss_scale = _variable("loss_scale", loss_scale)
-        self.rng = keras.random.SeedGenerator(seed, name="trainer_rng")
-        self.stream = int(np.random.SeedSequence(seed).generate_state(1)[0])
+        self.rng = keras.random.SeedGenerator(seed)
+        self.stream = keras.Variable(
+            np.random.SeedSequence(seed).generate_state(1)[0],
+            dtype="uint32",
+            trainable=False,
+            name="stream",
+        )
 
     @property
     def counters(self):
@@ -58,7 +83,12 @@ class TrainingState:
     @property
     def variables(self):
         """Every variable, in a fixed order."""
-        return [*self.counters.values(), self.loss_scale, self.rng.state]
+        return [
+            *self.counters.values(),
+            self.loss_scale,
+            self.stream,
+            self.rng.state,
+        ]
 
     def seat_rng(self, index):
         """Point the random stream at one micro-batch of this window.
@@ -70,9 +100,10 @@ class TrainingState:
             index: scalar tensor, int32, index of the micro-batch.
         """
         number = ops.cast(self.micro_batches.value + index, "uint32")
-        stream = ops.convert_to_tensor(self.stream, dtype="uint32")
         self.rng.state.assign(
-            ops.stack([stream + number, ops.zeros((), dtype="uint32")])
+            ops.stack(
+                [self.stream.value + number, ops.zeros((), dtype="uint32")]
+            )
         )
 
 

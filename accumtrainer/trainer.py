@@ -9,7 +9,8 @@ from accumtrainer.callback import (
     check_callback,
     flatten_callbacks,
 )
-from accumtrainer.config import Accumulation
+from accumtrainer.checkpoint import find_checkpoint, write_checkpoint
+from accumtrainer.config import Accumulation, require_choice
 from accumtrainer.construction import (
     check_loss,
     check_model,
@@ -31,6 +32,8 @@ from accumtrainer.keras_api import keras
 from accumtrainer.loop import FitLoop, Validation, updates_in_epoch
 from accumtrainer.losses import CompiledLoss
 from accumtrainer.progress_bar import ProgressBar
+from accumtrainer.saving import check_same, find_saved, take_snapshot
+from accumtrainer.source import check_ends
 from accumtrainer.sources import (
     FirstBatches,
     make_source,
@@ -122,15 +125,16 @@ class Trainer(Hooks):
         self._compile_model(arguments, is_new=_is_given(given, optimizer))
         self._callbacks = callbacks
         self._denominator = denominator
-        self._seed = _draw_seed() if seed is None else seed
+        self.seed = _draw_seed() if seed is None else seed
         self._model_computes_loss = overrides_compute_loss(model)
         self._model_takes_training = takes_argument(model.call, "training")
         self._guessed_denominator = False
+        self._loop = None
         self._must_weigh = self.accumulation.combine == "exact"
         self._log_book = LogBook()
         self._tracked = []
         initial_scale = self.loss_scale.initial if self.loss_scale else 1.0
-        self._state = TrainingState(seed=self._seed, loss_scale=initial_scale)
+        self._state = TrainingState(seed=self.seed, loss_scale=initial_scale)
         self._engine = Engine(
             self,
             self._state,
@@ -190,6 +194,74 @@ class Trainer(Hooks):
         return self._engine.samples_seen
 
     @property
+    def window_logs(self):
+        """`Logs` of the last window alone, as `on_apply` is given them.
+
+        They are fetched from the device when somebody looks at them, also
+        later, when further windows have run.
+        """
+        return self._engine.window_logs
+
+    @property
+    def micro_batch_logs(self):
+        """`Logs` of the last window's micro-batches, arrays `[k]` by name.
+
+        They hold what `on_accumulate` is given, micro-batch by micro-batch,
+        and are fetched from the device when somebody looks at them.
+        """
+        return self._engine.micro_batch_logs
+
+    @property
+    def last_window(self):
+        """The `Window` that was run last, on the host; `None` before one."""
+        return self._engine.last_window
+
+    @property
+    def data_seconds(self):
+        """Seconds that `fit` has spent so far on waiting for data."""
+        return self._engine.data_seconds
+
+    def inspect(self, window=None):
+        """Run a window again without effect, and say what is not finite.
+
+        Its micro-batches run one by one and operation by operation, slowly,
+        from their inputs to their gradients, with the model as it is now.
+        That is the model the window saw if it is the last one and was
+        skipped. Draws from `self.rng` are those the window made, except under
+        XLA on TensorFlow, which draws in its own way; layers that draw, such
+        as dropout, draw anew.
+
+        Args:
+            window: `Window`, default `last_window`.
+
+        Returns:
+            `Inspection`, with the `findings` and the `first` of them; printed,
+            it is a short report.
+
+        Raises:
+            RuntimeError: there has been no window.
+        """
+        window = self.last_window if window is None else window
+        if window is None:
+            raise RuntimeError(
+                "inspect must come after a window has run. Received: a "
+                "Trainer that has not trained. Call fit first."
+            )
+        return self._engine.inspect(window)
+
+    def is_due(self, every, since):
+        """Say whether an occasion has come, waiting only where it could have.
+
+        Args:
+            every: `Every`.
+            since: `Progress` at an earlier moment, a copy.
+
+        Returns:
+            bool.
+        """
+        return self._engine.is_due(every, since)
+
+    @property
     def plan(self):
         """How windows run, a `steps.Plan`; `None` before the first."""
         return self._engine.plan
@@ -218,8 +290,11 @@ class Trainer(Hooks):
         max_updates=None,
         max_seconds=None,
         validation_every=None,
+        resume_from=None,
+        fast_forward=False,
         fast_dev_run=False,
         overfit_batches=None,
+        check_inputs=False,
     ):
         """Train the model; Keras's arguments mean what they mean there.
 
@@ -248,8 +323,21 @@ class Trainer(Hooks):
             max_updates: updates after which to stop.
             max_seconds: seconds after which to stop.
             validation_every: `Every`, instead of the ends of epochs.
+            resume_from: `"auto"`, to go on from the newest good checkpoint
+                of the `Checkpoint` callback, or begin where there is none; or
+                the path of a checkpoint or of a directory of them. What
+                counts from the beginning then counts from the run's:
+                `epochs`, `max_updates`, `max_seconds`.
+            fast_forward: whether data that cannot go to a place by
+                themselves, such as generators, may be run through on going
+                on.
             fast_dev_run: `True`, or a number of updates: a short trial.
             overfit_batches: train on the first few batches only.
+            check_inputs: whether to look at every number before it is used:
+                a value that is not finite, or a label that is none of the
+                classes of a sparse crossentropy, is then an error which says
+                where it is. The data are looked at as they come, before
+                `on_micro_batch`.
 
         Returns:
             `keras.callbacks.History`.
@@ -257,6 +345,12 @@ class Trainer(Hooks):
         Raises:
             ValueError: an argument breaks its rule.
             NonFiniteError: too many windows in a row were not finite.
+            CheckpointError: the checkpoint to go on from is damaged, or of
+                another training.
+            DataError: the data end early, are not what they were or, with
+                `check_inputs`, should be, or cannot go on from where they
+                were.
+            Preempted: a signal that a callback wants heeded has arrived.
         """
         options = FitOptions(
             epochs=epochs,
@@ -267,8 +361,14 @@ class Trainer(Hooks):
             validation_freq=validation_freq,
             fast_dev_run=fast_dev_run,
             overfit_batches=overfit_batches,
+            fast_forward=fast_forward,
+            check_inputs=check_inputs,
         )
         self._engine.check_trainable()
+        saved = find_saved(resume_from, [self._callbacks, callbacks])
+        if saved is not None:
+            check_same(saved, self)
+            self.seed = saved.about["seed"]
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = train_validation_split(
                 x, y, sample_weight, validation_split
@@ -279,10 +379,12 @@ class Trainer(Hooks):
             sample_weight,
             batch_size=batch_size,
             shuffle=False if overfit_batches else shuffle,
-            seed=self._seed,
+            seed=self.seed,
             class_weight=class_weight,
             steps=overfit_batches or steps_per_epoch,
         )
+        if not options.may_end_amid_epoch and not overfit_batches:
+            check_ends(source, "steps_per_epoch", ", or max_updates")
         if overfit_batches:
             source = FirstBatches(source, overfit_batches)
         validation = Validation(
@@ -304,14 +406,89 @@ class Trainer(Hooks):
                 "steps": updates_in_epoch(
                     source, self.accumulation, initial_epoch
                 ),
+                "fast_dev_run": bool(fast_dev_run),
             },
             add_history=True,
             progress_bar=_make_progress_bar(verbose),
         )
-        loop = FitLoop(
-            self, self._engine, options, source, validation, dispatcher
+        self._loop = FitLoop(
+            self, self._engine, options, source, validation, dispatcher, saved
         )
-        return loop.run(announce=print if verbose else _say_nothing)
+        try:
+            return self._loop.run(announce=print if verbose else _say_nothing)
+        finally:
+            self._loop = None
+
+    # Saving and restoring.
+
+    def snapshot(self):
+        """Copy everything that training changes to the host.
+
+        Called by a callback in `on_safe_point` it holds the place in the
+        data too, so that a `fit` can go on from it.
+
+        Returns:
+            `Snapshot`.
+        """
+        return take_snapshot(self, self._engine, self._loop)
+
+    def save(self, path):
+        """Save everything that training changes as one checkpoint.
+
+        Args:
+            path: directory to be made, or a checkpoint to be replaced.
+
+        Raises:
+            OSError: the disk does not take it; what was there is still there.
+            CheckpointError: there is something else at `path`.
+            ValueError: the model is not built.
+
+        Example:
+            >>> import tempfile
+            >>> model = keras.Sequential([keras.Input([2])])
+            >>> model.add(keras.layers.Dense(1))
+            >>> trainer = Trainer(model, optimizer="sgd", loss="mse")
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     trainer.save(f"{folder}/begun")
+            ...     trainer.restore(f"{folder}/begun")
+        """
+        write_checkpoint(path, self.snapshot())
+
+    def restore(self, path, which="latest", weights_only=False):
+        """Put back what was saved, but for the place in the data.
+
+        A `fit` afterwards begins an epoch. To go on amid one, use
+        `fit(resume_from=path)`.
+
+        Args:
+            path: a checkpoint, or the directory of a `Checkpoint` callback.
+            which: `"latest"` or `"best"`, where there are many.
+            weights_only: whether to restore the model's variables alone, for
+                another optimizer or a new run.
+
+        Raises:
+            CheckpointError: there is none that is good, or it belongs to
+                another model or optimizer; nothing has changed then.
+            ValueError: the model is not built, or `which` is unknown.
+        """
+        require_choice(
+            "which", which, ("latest", "best"), "Use 'latest' for the newest."
+        )
+        saved = find_checkpoint(path, which)
+        parts = ("model",) if weights_only else None
+        if not weights_only:
+            check_same(saved, self)
+        self._engine.check_fits(
+            saved.variables, is_amid_epoch=False, parts=parts
+        )
+        self._engine.restore(
+            saved.variables,
+            None if weights_only else saved.progress,
+            is_amid_epoch=False,
+            parts=parts,
+        )
+        if not weights_only:
+            self.seed = saved.about["seed"]
 
     def evaluate(
         self,
@@ -348,6 +525,7 @@ class Trainer(Hooks):
             shuffle=False,
             steps=steps,
         )
+        check_ends(source, "steps")
         dispatcher = self._dispatcher(callbacks, source, verbose)
         logs = self._engine.evaluate(source, dispatcher)
         return _as_keras_returns(logs, return_dict)
@@ -371,6 +549,7 @@ class Trainer(Hooks):
         source = make_source(
             x, batch_size=batch_size, shuffle=False, steps=steps
         )
+        check_ends(source, "steps")
         dispatcher = self._dispatcher(callbacks, source, verbose)
         return self._engine.predict(source, dispatcher)
 
@@ -397,21 +576,10 @@ class Trainer(Hooks):
         Returns:
             The batch's loss, or the list of loss and metrics, or a dict.
         """
-        self._engine.check_trainable()
-        source = make_source(
-            x,
-            y,
-            sample_weight,
-            batch_size=np.iinfo(np.int32).max,
-            shuffle=False,
-            class_weight=class_weight,
-        )
-        size = self.accumulation.micro_batch_size
-        if size is None:
-            steps = self.accumulation.steps_at(0, self.progress.updates)
-            size = math.ceil(source.samples_per_epoch / steps)
-        window = source.window(list(source.iterate(0)), size)
         engine = self._engine
+        engine.check_trainable()
+        source = _make_source_of_one(x, y, sample_weight, class_weight)
+        window = self._cut(source)
         engine.prepare(window)
         engine.start_epoch(engine.epochs_finished)
         report = engine.run_window(window)
@@ -419,6 +587,57 @@ class Trainer(Hooks):
         engine.check_skips()
         engine.publish()
         return _as_keras_returns(report.running_logs(), return_dict)
+
+    def check_equivalence(self, batch, tolerance=1e-5):
+        """Compare the accumulated update of a batch with that of the whole.
+
+        The gradients before the optimizer, and before `on_apply`, are
+        computed from the model as it is, cut into micro-batches and in one
+        piece, both drawing from the same random state. Where they differ,
+        some trials find out why. Nothing is changed.
+
+        Args:
+            batch: `(x, y)`, `(x, y, sample_weight)` or `x`, arrays or nests
+                of them. It is cut as by `train_on_batch`.
+            tolerance: largest difference that counts as rounding, relative to
+                the largest gradient of the model.
+
+        Returns:
+            `Equivalence`; printed, it is a short table.
+
+        Raises:
+            ValueError: the batch makes a single micro-batch.
+
+        Example:
+            >>> model = keras.Sequential([keras.Input([2])])
+            >>> model.add(keras.layers.Dense(1))
+            >>> trainer = Trainer(model, optimizer="sgd", loss="mse",
+            ...                   accumulation=4)
+            >>> x, y = np.eye(8, 2), np.ones([8, 1])
+            >>> trainer.check_equivalence((x, y)).is_exact
+            True
+        """
+        self._engine.check_trainable()
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        source = _make_source_of_one(x, y, sample_weight)
+        window = self._cut(source)
+        if window.micro_batches < 2:
+            raise ValueError(
+                "batch must make at least two micro-batches. Received: "
+                f"{window.samples} samples, which make one under "
+                f"{self.accumulation}. Give more samples, or accumulate more."
+            )
+        return self._engine.check_equivalence(
+            window, source.window(list(source.iterate(0)), None), tolerance
+        )
+
+    def _cut(self, source):
+        """Cut all there is into the micro-batches of one window."""
+        size = self.accumulation.micro_batch_size
+        if size is None:
+            steps = self.accumulation.steps_at(0, self.progress.updates)
+            size = math.ceil(source.samples_per_epoch / steps)
+        return source.window(list(source.iterate(0)), size)
 
     def _dispatcher(self, callbacks, source, verbose):
         """Make the dispatcher of one pass over a source."""
@@ -458,6 +677,18 @@ def _make_compiled_loss(model, arguments):
         arguments["loss"],
         arguments["loss_weights"],
         getattr(model, "output_names", None),
+    )
+
+
+def _make_source_of_one(x, y, sample_weight, class_weight=None):
+    """Make a source that yields arrays in one piece."""
+    return make_source(
+        x,
+        y,
+        sample_weight,
+        batch_size=np.iinfo(np.int32).max,
+        shuffle=False,
+        class_weight=class_weight,
     )
 
 

@@ -10,15 +10,19 @@ In plain Python, the update of a window is
     gradients = on_apply(sums / total_weight)
     if is_finite(gradients):
         optimizer.apply(gradients)
-        after_apply()
+        after_apply()  # of layers that know about windows, then of the Trainer
     else:
         forget the window; lower the loss scale
+
+A loss that couples the examples of a window needs to look ahead: see
+`accumtrainer.gradient_cache`.
 
 The code below is that loop over Keras variables. A backend runs it in place
 (TensorFlow) or as a function of the variables' values (JAX); what must differ
 is asked of the backend: to differentiate, to loop, to branch, to compile.
 """
 
+import contextlib
 from dataclasses import replace
 
 import numpy as np
@@ -31,8 +35,17 @@ from accumtrainer.accumulation import (
     loss_factors,
     window_means,
 )
-from accumtrainer.hooks import HOOK_NAMES, Info
-from accumtrainer.keras_api import keras, ops, tree
+from accumtrainer.clipping import clipped_norm, clips, global_norm
+from accumtrainer.gradient_cache import (
+    GradientCache,
+    join,
+    join_rows,
+    split,
+    split_rows,
+)
+from accumtrainer.hooks import HOOK_NAMES, Info, check_batch, check_gradients
+from accumtrainer.keras_api import flatten_layers, keras, ops, tree
+from accumtrainer.layers import WindowLayer
 from accumtrainer.loss_scale import next_scale
 from accumtrainer.objective import (
     Objective,
@@ -55,9 +68,24 @@ class WindowProgram:
         combine: `"exact"`, `"mean"` or `"sum"`.
         loss_scale: `LossScale`, or `None` to leave the loss as it is.
         tracked: list of variables that a skipped window undoes.
+        training: whether layers and hooks are told that this is training.
+
+    Attributes:
+        measures_gradients: whether to report the norm of each micro-batch's
+            gradient too. What has been compiled does not notice a change.
     """
 
-    def __init__(self, hooks, state, backend, *, combine, loss_scale, tracked):
+    def __init__(
+        self,
+        hooks,
+        state,
+        backend,
+        *,
+        combine,
+        loss_scale,
+        tracked,
+        training=True,
+    ):
         self._hooks = hooks
         self._model = hooks.model
         self._optimizer = hooks.optimizer
@@ -66,9 +94,15 @@ class WindowProgram:
         self._combine = combine
         self._loss_scale = loss_scale
         self._tracked = list(tracked)
+        self._training = training
         self._objective = Objective(hooks)
+        self._cache = None
+        if hooks.has_window_loss:
+            self._cache = GradientCache(hooks, state, backend)
+        self._clips = hooks.overrides("on_apply") or clips(self._optimizer)
         self._may_draw = any(map(hooks.overrides, HOOK_NAMES))
         self._used = set()
+        self.measures_gradients = False
 
     # Before the first window.
 
@@ -83,6 +117,11 @@ class WindowProgram:
         """
         book = self._hooks._log_book
         book.reductions.clear()
+        self._window_layers = [
+            layer
+            for layer in flatten_layers(self._model)
+            if isinstance(layer, WindowLayer)
+        ]
         with Scratch(self._known_variables()) as scope:
             self.operations = self._backend.trace(self._survey, batch)
             written = [
@@ -92,15 +131,37 @@ class WindowProgram:
             ]
         if not self._optimizer.built:
             self._optimizer.build(self._model.trainable_variables)
+        self._borrowed = self._find_borrowed(scope)
         self._make_variables(written)
+
+    def _find_borrowed(self, scope):
+        """List what hooks read that is no part of the training.
+
+        Raises:
+            ValueError: they write to it, which nothing would save or put back.
+        """
+        ours = [
+            *self._known_variables(),
+            *self._optimizer.variables,
+            *self._hooks.variables_of_loss,
+        ]
+        known = {id(variable) for variable in ours}
+        for key, variable in scope.strangers_written.items():
+            if key not in known:
+                raise ValueError(
+                    errors.NOT_TRACKED.format(variable=variable.path)
+                )
+        read = scope.strangers_read.items()
+        return [variable for key, variable in read if key not in known]
 
     def _survey(self, batch):
         book = self._hooks._log_book
         book.open()
         info = self._info(ops.zeros((), "int32"), ops.ones((), "int32"))
         changed = self._hooks.on_micro_batch(batch, info)
-        _check_batch(batch, changed)
-        measured = self._objective.measure(changed, info)
+        check_batch(batch, changed)
+        with self._layers_in_window(info.index):
+            measured = self._objective.measure(changed, info)
         self._losses = measured.weighted
         self._is_sum = np.array([loss.is_sum for loss in self._losses])
         self.loss_names = list(measured.losses)
@@ -111,14 +172,17 @@ class WindowProgram:
         loss = ops.zeros((), "float32")
         info = replace(info, loss=loss, weight=measured.weight)
         gradients = self._hooks.on_accumulate(zeros, info)
-        _check_gradients("on_accumulate", zeros, gradients)
+        check_gradients("on_accumulate", zeros, gradients)
         info = replace(
             info, index=None, is_last=None, weight=None, total_weight=loss
         )
         gradients = self._hooks.on_apply(zeros, info)
-        _check_gradients("on_apply", zeros, gradients)
+        check_gradients("on_apply", zeros, gradients)
         self._hooks.after_apply(info)
         book.take()
+        if self._cache is not None:
+            with self._layers_in_window(0):
+                self._cache.learn(changed, self._info(0, 1))
         return total_loss(
             measured.means(), self._losses, measured.regularization
         )
@@ -148,6 +212,10 @@ class WindowProgram:
             *(v for v in self._tracked if not is_random_state(v)),
         ]
         self._undoable = list({id(v): v for v in undoable}.values())
+        # A window that is run through twice draws the same numbers twice.
+        self._kept = [*self._undoable]
+        if self._cache is not None:
+            self._kept += [v for v in written if is_random_state(v)]
         self._start = [
             keras.Variable(
                 ops.convert_to_tensor(v),
@@ -155,7 +223,7 @@ class WindowProgram:
                 trainable=False,
                 name=f"start_{position}",
             )
-            for position, v in enumerate(self._undoable)
+            for position, v in enumerate(self._kept)
         ]
 
     def _known_variables(self):
@@ -168,15 +236,40 @@ class WindowProgram:
         ]
 
     @property
+    def parts(self):
+        """What lasts from one window to the next, by part; see `PARTS`."""
+        return {
+            "model": [
+                *self._model.trainable_variables,
+                *self._model.non_trainable_variables,
+            ],
+            "optimizer": list(self._optimizer.variables),
+            "state": self._state.variables,
+            "tracked": self._tracked,
+            "metrics": metric_variables(self._model),
+            "means": self._epoch.variables,
+        }
+
+    @property
+    def moved_by_micro_batches(self):
+        """What micro-batches change before the window is applied."""
+        return [
+            *self._model.non_trainable_variables,
+            *metric_variables(self._model),
+            *self._tracked,
+            *self._state.variables,
+        ]
+
+    @property
     def variables(self):
         """Every variable a window may change, each once."""
+        lasting = (v for part in self.parts.values() for v in part)
         variables = [
-            *self._known_variables(),
-            *self._optimizer.variables,
+            *lasting,
             *self._accumulators,
             *self._window.variables,
-            *self._epoch.variables,
             *self._start,
+            *self._borrowed,
         ]
         return list({id(v): v for v in variables}.values())
 
@@ -184,9 +277,7 @@ class WindowProgram:
         """Begin an epoch's running means, and forget a broken-off window."""
         self._state.epoch.assign(epoch)
         self._epoch.clear()
-        self._window.clear()
-        for accumulator in self._accumulators:
-            accumulator.assign(ops.zeros_like(accumulator.value))
+        self._clear_window()
         for metric in self._model.metrics:
             metric.reset_state()
 
@@ -209,17 +300,27 @@ class WindowProgram:
         if weighing.needs_totals:
             totals = self._scan_totals(stacked, micro_batches)
         self._keep_start()
+        looks_ahead = self.looks_ahead(micro_batches)
+        cotangents = loss = None
+        if looks_ahead:
+            cotangents, loss = self._look_ahead(stacked, micro_batches)
 
-        def body(index, batch):
+        def body(index, item):
+            batch, cotangents = item
+            ahead = (cotangents, loss) if looks_ahead else None
             return self._accumulate(
-                batch, index, micro_batches, totals, weighing
+                batch, index, micro_batches, totals, weighing, ahead=ahead
             )
 
-        per_micro_batch = self._backend.scan(body, stacked, micro_batches)
+        per_micro_batch = self._backend.scan(
+            body, (stacked, cotangents), micro_batches
+        )
         report = self._apply(ops.cast(micro_batches, "int32"), weighing)
         return report | {"per_micro_batch": per_micro_batch}
 
-    def run_micro_batch(self, batch, index, micro_batches, totals, is_even):
+    def run_micro_batch(
+        self, batch, index, micro_batches, totals, is_even, ahead=None
+    ):
         """Consume one micro-batch of a window.
 
         Args:
@@ -228,13 +329,49 @@ class WindowProgram:
             micro_batches: scalar tensor, int32, k.
             totals: tensor `(losses,)`, float32, see `measure_weights`.
             is_even: Python bool, whether all have this one's shape.
+            ahead: what `differentiate` returns for it, if it was called.
 
         Returns:
-            Pair of scalar tensors: its loss and its weight.
+            Tensor, float32: its loss and its weight; with
+            `measures_gradients` also the norm of its gradient, as it is
+            added, and by what that is multiplied before.
         """
         self._keep_start(is_first=ops.equal(index, 0))
         weighing = self._weighing(is_even=is_even)
-        return self._accumulate(batch, index, micro_batches, totals, weighing)
+        return self._accumulate(
+            batch, index, micro_batches, totals, weighing, ahead=ahead
+        )
+
+    def embed(self, batch, index, micro_batches):
+        """Embed one micro-batch, to look ahead; no gradient is taken.
+
+        Args:
+            batch: `Batch` of tensors `[m, ...]`.
+            index: scalar tensor, int32.
+            micro_batches: scalar tensor, int32, k.
+
+        Returns:
+            Pair: nest of tensors `[m, ...]`, float32, and the `Batch`
+            without its inputs, as `on_micro_batch` has left it.
+        """
+        self._keep_start(is_first=ops.equal(index, 0))
+        return self._embed(batch, index, micro_batches)
+
+    def differentiate(self, parts, micro_batches):
+        """Differentiate the loss of a window by its embeddings.
+
+        Forgets what `embed` has changed, so that embedding again repeats it.
+
+        Args:
+            parts: list of k results of `embed`.
+            micro_batches: scalar tensor, int32, k.
+
+        Returns:
+            List of k pairs, what `run_micro_batch` takes as `ahead`.
+        """
+        cotangents, loss = self._differentiate(join(parts), micro_batches)
+        embeddings = [embedding for embedding, _ in parts]
+        return [(c, loss) for c in split(cotangents, embeddings)]
 
     def apply(self, micro_batches, is_even):
         """Apply what `run_micro_batch` has accumulated.
@@ -248,6 +385,34 @@ class WindowProgram:
             `"running"` (the epoch so far) and `"counters"`.
         """
         return self._apply(micro_batches, self._weighing(is_even=is_even))
+
+    def take_gradients(self, micro_batches, is_even):
+        """Average what `run_micro_batch` has accumulated, and apply nothing.
+
+        Args:
+            micro_batches: scalar tensor, int32, k.
+            is_even: Python bool, as given to `run_micro_batch`.
+
+        Returns:
+            Pair: the window's loss without regularization, a scalar tensor,
+            float32; and its gradients, list of tensors, float32.
+        """
+        count = ops.cast(micro_batches, "float32")
+        means, _, _, weight, _ = self._window_sums(count)
+        gradients = self._average(
+            self._weighing(is_even=is_even), weight, count
+        )
+        self._clear_window()
+        return total_loss(means, self._losses, 0.0), gradients
+
+    def count_micro_batches(self, micro_batches):
+        """Count micro-batches whose window is not applied.
+
+        Args:
+            micro_batches: int.
+        """
+        counter = self._state.micro_batches
+        counter.assign(counter.value + micro_batches)
 
     def measure_weights(self, batch, index, micro_batches):
         """Measure a micro-batch's denominators, without effect.
@@ -270,9 +435,27 @@ class WindowProgram:
             self._hooks._log_book.take()
         return denominators
 
+    def looks_ahead(self, micro_batches):
+        """Whether a window has to be embedded before its first gradient.
+
+        Args:
+            micro_batches: k, an int or a tensor.
+        """
+        is_one = isinstance(micro_batches, int) and micro_batches == 1
+        return self._cache is not None and not is_one
+
     def needs_totals(self, is_even):
         """Whether `run_micro_batch` wants the window's denominators."""
         return self._weighing(is_even=is_even).needs_totals
+
+    @property
+    def can_stream(self):
+        """Whether micro-batches can run before their window is known.
+
+        Losses with denominators of their own cannot: what each counts depends
+        on the whole window.
+        """
+        return self._weighing(is_even=False).rule != "balance"
 
     # The parts of the algorithm.
 
@@ -290,13 +473,57 @@ class WindowProgram:
 
     def _keep_start(self, is_first=None):
         """Remember what a skipped window has to put back."""
-        for variable, start in zip(self._undoable, self._start, strict=True):
+        for variable, start in zip(self._kept, self._start, strict=True):
             value = ops.convert_to_tensor(variable)
             if is_first is not None:
                 value = ops.where(is_first, value, start.value)
             start.assign(value)
 
-    def _info(self, index, micro_batches, *, training=True):
+    def _put_back(self, variables):
+        """Put back variables as the window's start has found them."""
+        ids = {id(variable) for variable in variables}
+        for variable, start in zip(self._kept, self._start, strict=True):
+            if id(variable) in ids:
+                variable.assign(start.value)
+
+    def _look_ahead(self, stacked, micro_batches):
+        """Embed a whole window, and differentiate its loss by that."""
+
+        def body(index, batch):
+            return self._embed(batch, index, micro_batches)
+
+        parts = self._backend.scan(
+            body, stacked, micro_batches, self._cache.dtypes
+        )
+        cotangents, loss = self._differentiate(join_rows(parts), micro_batches)
+        return split_rows(cotangents, parts[0]), loss
+
+    def _embed(self, batch, index, micro_batches):
+        info = self._info(index, micro_batches)
+        self._hooks._log_book.open()
+        batch = self._prepare(batch, index, info)
+        with self._layers_in_window(index):
+            return self._cache.embed(batch, info)
+
+    def _differentiate(self, joined, micro_batches):
+        self._put_back(self._kept)
+        info = replace(self._info(0, micro_batches), index=None, is_last=None)
+        embeddings, batch = joined
+        loss, cotangents, gradients, logs = self._cache.differentiate(
+            embeddings, batch, info
+        )
+        self._window.add_logs(logs)
+        # As large as a gradient that counts k times and is divided by k.
+        count = ops.cast(micro_batches, "float32")
+        for position, gradient in enumerate(gradients):
+            if gradient is not None:
+                self._used.add(position)
+                self._backend.add_to(
+                    self._accumulators[position], gradient * count
+                )
+        return cotangents, loss
+
+    def _info(self, index, micro_batches):
         return Info(
             update=self._state.updates.value,
             epoch=self._state.epoch.value,
@@ -304,7 +531,7 @@ class WindowProgram:
             micro_batches=micro_batches,
             is_last=ops.equal(index + 1, micro_batches),
             loss_scale=self._state.loss_scale.value,
-            training=training,
+            training=self._training,
         )
 
     def _prepare(self, batch, index, info):
@@ -312,7 +539,16 @@ class WindowProgram:
             self._state.seat_rng(index)
         return self._hooks.on_micro_batch(batch, info)
 
-    def _accumulate(self, batch, index, micro_batches, totals, weighing):
+    @contextlib.contextmanager
+    def _layers_in_window(self, index):
+        with contextlib.ExitStack() as stack:
+            for layer in self._window_layers:
+                stack.enter_context(layer.micro_batch(ops.equal(index, 0)))
+            yield
+
+    def _accumulate(
+        self, batch, index, micro_batches, totals, weighing, *, ahead
+    ):
         index = ops.cast(index, "int32")
         micro_batches = ops.cast(micro_batches, "int32")
         info = self._info(index, micro_batches)
@@ -321,9 +557,16 @@ class WindowProgram:
         batch = self._prepare(batch, index, info)
         before = book.take()
 
+        compute_loss = None
+        if ahead is not None:
+            cotangents, loss = ahead
+
+            def compute_loss(batch, info):
+                return self._cache.replay(batch, info, cotangents, loss)
+
         def objective():
             book.open()
-            measured = self._objective.measure(batch, info)
+            measured = self._objective.measure(batch, info, compute_loss)
             factors = loss_factors(
                 measured.weighted,
                 weighing,
@@ -341,14 +584,20 @@ class WindowProgram:
                 total = total * self._state.loss_scale.value
             return total, self._summary(measured, weighing, book.take())
 
-        summary, gradients = self._backend.value_and_grad(
-            objective, self._model.trainable_variables
-        )
+        # Layers may run again while their gradients are taken.
+        with self._layers_in_window(index):
+            summary, gradients = self._backend.value_and_grad(
+                objective, self._model.trainable_variables
+            )
         info = replace(info, loss=summary["loss"], weight=summary["weight"])
         book.open()
-        self._add_gradients(gradients, summary["gradient_weight"], info)
+        weight = summary["gradient_weight"]
+        norm = self._add_gradients(gradients, weight, info)
         self._tally(summary, before | summary["logs"] | book.take())
-        return ops.stack([summary["loss"], summary["weight"]])
+        numbers = [summary["loss"], summary["weight"]]
+        if self.measures_gradients:
+            numbers += [norm, weight]
+        return ops.stack(numbers)
 
     def _summary(self, measured, weighing, logs):
         """Gather what must leave the differentiated function, as tensors."""
@@ -374,12 +623,17 @@ class WindowProgram:
             gradients = self._unscaled(gradients)
             gradients = self._hooks.on_accumulate(gradients, info)
             factor = weight
+        norm = None
+        if self.measures_gradients:
+            used = [ops.cast(g, "float32") for g in gradients if g is not None]
+            norm = global_norm(used) * (factor / weight)
         for position, gradient in enumerate(gradients):
             if gradient is None:
                 continue
             self._used.add(position)
             gradient = ops.cast(gradient, "float32") * factor
             self._backend.add_to(self._accumulators[position], gradient)
+        return norm
 
     def _unscaled(self, gradients):
         """Fill in zeros and undo the loss scale, for hooks."""
@@ -421,20 +675,14 @@ class WindowProgram:
             total_weight=weight,
             loss_scale=state.loss_scale.value,
         )
-        divisor = gradient_divisor(
-            weighing, total_weight=weight, micro_batches=count
-        )
-        gradients = [
-            ops.divide_no_nan(accumulator.value, divisor)
-            for accumulator in self._accumulators
-        ]
-        norm = _global_norm(gradients)
+        gradients = self._average(weighing, weight, count)
+        norm = global_norm(gradients)
         is_finite = ops.isfinite(norm)
         hooks._log_book.open()
         if hooks.overrides("on_apply"):
             gradients = hooks.on_apply(gradients, info)
             is_finite = ops.logical_and(
-                is_finite, ops.isfinite(_global_norm(gradients))
+                is_finite, ops.isfinite(global_norm(gradients))
             )
         self._window.add_logs(hooks._log_book.take())
         # Copies, because both may be variables that are about to move.
@@ -456,10 +704,13 @@ class WindowProgram:
             "learning_rate": lr,
             "gradient_norm": norm,
             "loss_scale": scale,
+            "weight": weight,
         }
-        self._window.clear()
-        for accumulator in self._accumulators:
-            accumulator.assign(ops.zeros_like(accumulator.value))
+        if self._clips:
+            window["clipped_gradient_norm"] = clipped_norm(
+                gradients, self._optimizer
+            )
+        self._clear_window()
         return {
             "window": window,
             "running": self.running_logs(),
@@ -470,6 +721,21 @@ class WindowProgram:
                 "consecutive_skips": state.consecutive_skips.value,
             },
         }
+
+    def _average(self, weighing, weight, micro_batches):
+        """Divide the window's gradients by what they add up to."""
+        divisor = gradient_divisor(
+            weighing, total_weight=weight, micro_batches=micro_batches
+        )
+        return [
+            ops.divide_no_nan(accumulator.value, divisor)
+            for accumulator in self._accumulators
+        ]
+
+    def _clear_window(self):
+        self._window.clear()
+        for accumulator in self._accumulators:
+            accumulator.assign(ops.zeros_like(accumulator.value))
 
     def _window_sums(self, micro_batches):
         numerators, denominators = self._window.losses()
@@ -490,11 +756,17 @@ class WindowProgram:
         state.consecutive_skips.assign(
             ops.zeros_like(state.consecutive_skips.value)
         )
+        for layer in self._window_layers:
+            layer.after_apply()
         self._hooks._log_book.open()
         self._hooks.after_apply(replace(info, update=state.updates.value))
         self._window.add_logs(self._hooks._log_book.take())
-        regularization, _, samples = self._window.extras()
         count = ops.cast(info.micro_batches, "float32")
+        self._add_to_epoch(means, denominators, count)
+
+    def _add_to_epoch(self, means, denominators, count):
+        """Add the window to the epoch's running means."""
+        regularization, _, samples = self._window.extras()
         weights = ops.where(self._is_sum, samples, denominators)
         self._epoch.add(
             means * weights,
@@ -506,8 +778,7 @@ class WindowProgram:
     def _forget(self):
         """Put back what the window changed; random streams stay advanced."""
         state = self._state
-        for variable, start in zip(self._undoable, self._start, strict=True):
-            variable.assign(start.value)
+        self._put_back(self._undoable)
         state.skipped_updates.assign(state.skipped_updates.value + 1)
         state.consecutive_skips.assign(state.consecutive_skips.value + 1)
 
@@ -529,53 +800,33 @@ class WindowProgram:
         means = window_means(*self._epoch.losses())
         regularization, weight, _ = self._epoch.extras()
         regularization = ops.divide_no_nan(regularization, weight)
-        return {
+        named = named_losses(self.loss_names, means)
+        logs = {
             "loss": total_loss(means, self._losses, regularization),
-            **named_losses(self.loss_names, means),
+            **named,
             **metric_results(self._model),
             **self._epoch.values(),
         }
+        # A model that Keras has trained has metrics for the named losses too,
+        # which a window leaves alone.
+        return logs | named
 
+    def running_logs_with(self, micro_batches):
+        """Read the epoch so far, as if the open window had been applied.
 
-def _global_norm(gradients):
-    squares = [ops.sum(ops.square(g)) for g in gradients]
-    return ops.sqrt(sum(squares[1:], start=squares[0]))
+        Args:
+            micro_batches: scalar tensor, int32, those of the open window.
 
-
-def _check_batch(given, returned):
-    try:
-        tree.assert_same_structure(given, returned)
-    except (ValueError, TypeError) as error:
-        raise TypeError(
-            errors.WRONG_STRUCTURE.format(
-                hook="on_micro_batch",
-                rule="a Batch of the structure it was given",
-                received=tree.map_structure(lambda leaf: "*", returned),
-            )
-        ) from error
-
-
-def _check_gradients(hook, given, returned):
-    rule = f"one gradient per trainable variable ({len(given)})"
-    if not isinstance(returned, (list, tuple)) or len(returned) != len(given):
-        received = type(returned).__name__
-        if isinstance(returned, (list, tuple)):
-            received = f"{received} of {len(returned)}"
-        raise TypeError(
-            errors.WRONG_STRUCTURE.format(
-                hook=hook, rule=rule, received=received
-            )
-        )
-    for position, (old, new) in enumerate(zip(given, returned, strict=True)):
-        received = f"{type(new).__name__}"
-        if ops.is_tensor(new):
-            received = f"shape {tuple(new.shape)}"
-        if received != f"shape {tuple(old.shape)}":
-            raise TypeError(
-                errors.WRONG_STRUCTURE.format(
-                    hook=hook,
-                    rule=f"a gradient of shape {tuple(old.shape)} in place "
-                    f"{position}",
-                    received=received,
-                )
-            )
+        Returns:
+            Dict of tensors.
+        """
+        count = ops.cast(micro_batches, "float32")
+        means, denominators, *_ = self._window_sums(count)
+        read = [
+            *self._window.variables,
+            *self._epoch.variables,
+            *metric_variables(self._model),
+        ]
+        with Scratch(read):
+            self._add_to_epoch(means, denominators, count)
+            return self.running_logs()

@@ -319,6 +319,12 @@ def handwritten(cell, model):
     return run_handwritten("hand-written window", cell, model)
 
 
+@contender("jax")
+def handwritten_stream(cell, model):
+    """Write the window by hand, one compiled call for each micro-batch."""
+    return run_handwritten("hand-written stream", cell, model, is_fused=False)
+
+
 @contender("tensorflow")
 def handwritten_with_xla(cell, model):
     """Write the window by hand, compiled by XLA."""
@@ -331,26 +337,29 @@ def handwritten_without_xla(cell, model):
     return run_handwritten("hand-written", cell, model, jit_compile=False)
 
 
-def run_handwritten(name, cell, model, *, jit_compile=True):
-    """Get a hand-written window ready, `Runner`."""
+def run_handwritten(name, cell, model, *, jit_compile=True, is_fused=True):
+    """Get a hand-written window ready, `Runner`; it shuffles, as `fit` does."""
     run, wait = make_window(
-        model, keras.optimizers.Adam(), make_loss(), jit_compile=jit_compile
+        model,
+        keras.optimizers.Adam(),
+        make_loss(),
+        jit_compile=jit_compile,
+        is_fused=is_fused,
     )
     shape = (cell.micro_batches, cell.micro_batch_size)
+    rng = np.random.default_rng(0)
 
     def fit(updates):
-        losses = []
-        for index in range(updates):
-            start = index * cell.samples_per_update
-            window = slice(start, start + cell.samples_per_update)
-            losses.append(
-                run(
-                    *(
-                        data[window].reshape(*shape, *data.shape[1:])
-                        for data in (cell.x, cell.y)
-                    )
+        order = rng.permutation(updates * cell.samples_per_update)
+        losses = [
+            run(
+                *(
+                    data[rows].reshape(*shape, *data.shape[1:])
+                    for data in (cell.x, cell.y)
                 )
             )
+            for rows in np.split(order, updates)
+        ]
         wait()
         return float(np.mean([float(loss) for loss in losses]))
 

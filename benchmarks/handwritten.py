@@ -1,7 +1,7 @@
 """The limit: a window written by hand for one model, with nothing beside it.
 
 No metrics, no hooks, no loss scaling, no check that gradients are finite, no
-denominators: what a researcher writes who needs only this one update. Both
+denominators: what a researcher writes who needs only this one update. All
 functions return a function of a window's arrays `[k, m, ...]` that makes one
 update and returns the mean loss, still on the device.
 """
@@ -9,7 +9,7 @@ update and returns the mean loss, still on the device.
 import keras
 
 
-def make_window(model, optimizer, loss_fn, *, jit_compile):
+def make_window(model, optimizer, loss_fn, *, jit_compile, is_fused=True):
     """Make the hand-written update of the backend Keras runs on.
 
     Args:
@@ -17,6 +17,8 @@ def make_window(model, optimizer, loss_fn, *, jit_compile):
         optimizer: Keras optimizer, not built.
         loss_fn: function of targets and predictions, a scalar mean.
         jit_compile: bool, for TensorFlow; JAX always compiles.
+        is_fused: bool, for JAX: whether the window is one compiled call, or
+            one for each micro-batch and one to apply.
 
     Returns:
         Pair of functions: of `(x, y)` to the window's mean loss, and of
@@ -24,7 +26,8 @@ def make_window(model, optimizer, loss_fn, *, jit_compile):
     """
     optimizer.build(model.trainable_variables)
     if keras.backend.backend() == "jax":
-        return _make_jax_window(model, optimizer, loss_fn)
+        make = _make_jax_window if is_fused else _make_jax_stream
+        return make(model, optimizer, loss_fn)
     return _make_tensorflow_window(
         model, optimizer, loss_fn, jit_compile=jit_compile
     )
@@ -69,6 +72,54 @@ def _make_jax_window(model, optimizer, loss_fn):
 
     def run(x, y):
         loss, state[:] = window(tuple(state), x, y)
+        return loss
+
+    return run, lambda: jax.block_until_ready(state)
+
+
+def _make_jax_stream(model, optimizer, loss_fn):
+    import jax
+
+    def loss_of(weights, others, x, y):
+        outputs, others = model.stateless_call(
+            weights, others, x, training=True
+        )
+        return loss_fn(y, outputs), others
+
+    def add(sums, weights, x, y):
+        total, others, gradients = sums
+        (loss, others), new = jax.value_and_grad(loss_of, has_aux=True)(
+            weights, others, x, y
+        )
+        gradients = jax.tree.map(jax.numpy.add, gradients, new)
+        return total + loss, others, gradients
+
+    def apply(weights, slots, sums, count):
+        total, others, gradients = sums
+        means = [gradient / count for gradient in gradients]
+        weights, slots = optimizer.stateless_apply(slots, means, weights)
+        zeros = jax.tree.map(jax.numpy.zeros_like, gradients)
+        sums = (jax.numpy.zeros_like(total), others, zeros)
+        return total / count, (weights, slots, sums)
+
+    add = jax.jit(add, donate_argnums=0)
+    apply = jax.jit(apply, donate_argnums=(0, 1, 2))
+    weights, others, slots = [
+        [jax.numpy.array(v.value) for v in variables]
+        for variables in (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            optimizer.variables,
+        )
+    ]
+    zeros = jax.tree.map(jax.numpy.zeros_like, weights)
+    state = [weights, slots, (jax.numpy.zeros(()), others, zeros)]
+
+    def run(x, y):
+        weights, slots, sums = state
+        for batch in zip(x, y, strict=True):
+            sums = add(sums, weights, *batch)
+        loss, state[:] = apply(weights, slots, sums, float(len(x)))
         return loss
 
     return run, lambda: jax.block_until_ready(state)

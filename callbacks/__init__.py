@@ -1,1 +1,25 @@
 """Ready-made callbacks, installed as `accumtrainer.callbacks`."""
+
+from accumtrainer.callbacks.checkpoint import Checkpoint
+from accumtrainer.callbacks.gradient_accumulation import GradientAccumulation
+from accumtrainer.callbacks.gradient_noise_scale import GradientNoiseScale
+from accumtrainer.callbacks.keep_gradients import KeepGradients
+from accumtrainer.callbacks.nan_locator import NaNLocator
+from accumtrainer.callbacks.profile import Profile
+from accumtrainer.callbacks.run_log import RunLog
+from accumtrainer.callbacks.throughput import Throughput
+from accumtrainer.callbacks.training_plot import TrainingPlot
+from accumtrainer.callbacks.wandb_logger import WandbLogger
+
+__all__ = [
+    "KeepGradients",
+    "WandbLogger",
+    "Checkpoint",
+    "GradientAccumulation",
+    "GradientNoiseScale",
+    "NaNLocator",
+    "Profile",
+    "RunLog",
+    "Throughput",
+    "TrainingPlot",
+]

@@ -1,10 +1,22 @@
 """What every test starts from: a backend, fixed seeds, float32."""
 
 import os
+import pathlib
 
 # Keras reads its backend once, when it is first imported.
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+# JAX then refuses to mix dtypes where the code does not say how, here and in
+# every process that a test starts.
+os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
+# Most models of the tests take longer to compile than to train. What JAX has
+# compiled it keeps, for the tests after that and for the next run.
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR",
+    str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"),
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 from importlib import metadata
 
@@ -12,7 +24,13 @@ import hypothesis
 import numpy as np
 import pytest
 
-from accumtrainer.keras_api import BACKEND, keras
+from accumtrainer.keras_api import BACKEND, KERAS_NAME, keras
+
+if KERAS_NAME == "keras_core":
+    from keras_core_contract import (
+        pytest_collection_modifyitems,  # noqa: F401, a hook
+    )
+    from keras_core_gaps import pytest_runtest_call  # noqa: F401, a hook
 
 # The first example of a test may compile, which no deadline foresees; and a
 # run of the suite shall not depend on luck.
@@ -24,7 +42,7 @@ hypothesis.settings.load_profile("suite")
 
 def pytest_report_header():
     """Say which backend and which versions this run is about."""
-    names = ("keras", BACKEND, "numpy")
+    names = (KERAS_NAME.replace("_", "-"), BACKEND, "numpy")
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in names)
     return f"KERAS_BACKEND={BACKEND}: {versions}"
 
@@ -40,4 +58,20 @@ def fresh_keras():
     """Seed Keras before each test, and restore the dtype policy after it."""
     keras.utils.set_random_seed(0)
     yield
-    keras.config.set_dtype_policy("float32")
+    keras.mixed_precision.set_dtype_policy("float32")
+
+
+@pytest.fixture
+def keras_may_promote():
+    """Let JAX mix dtypes where Keras itself relies on it, and print where."""
+    if BACKEND != "jax":
+        yield
+        return
+    import jax
+
+    print(
+        "JAX's strict dtype promotion is off: ema_overwrite_frequency of Keras "
+        "3.15 multiplies float32 weights by int32."
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        yield

@@ -9,7 +9,7 @@ which Keras itself leaves undone on TensorFlow.
 import numpy as np
 
 from accumtrainer import Accumulation, Batch, Trainer
-from accumtrainer.keras_api import BACKEND, keras, ops, tree
+from accumtrainer.keras_api import BACKEND, KERAS_NAME, keras, ops, tree
 
 TOLERANCE = 1e-5
 
@@ -55,12 +55,15 @@ class KeepGradients(keras.optimizers.Optimizer):
 
     def build(self, variables):
         super().build(variables)
-        self.kept = self.add_optimizer_variables(variables, "gradient")
+        self.kept = [
+            self.add_variable_from_reference(variable, "gradient")
+            for variable in variables
+        ]
 
     def update_step(self, gradient, variable, learning_rate):
         del learning_rate
         kept = self.kept[self._get_variable_index(variable)]
-        self.assign(kept, ops.cast(gradient, kept.dtype))
+        kept.assign(ops.cast(gradient, kept.dtype))
 
 
 def concatenate(batches):
@@ -88,15 +91,28 @@ def batch_gradients(model, batch):
     )
 
     def objective():
-        return model.compute_loss(
+        loss = model.compute_loss(
             x=x,
             y=y,
             y_pred=model(x, training=True),
             sample_weight=sample_weight,
         )
+        return loss + forgotten_penalties(model)
 
     loss, gradients = differentiate(objective, model.trainable_variables)
     return float(loss), gradients
+
+
+def forgotten_penalties(model):
+    """Add up the weight regularizers, where Keras forgets them.
+
+    Keras Core on JAX looks for the regularizer on the weight's value and not
+    on the weight, and finds none.
+    """
+    if KERAS_NAME == "keras" or BACKEND == "tensorflow":
+        return 0.0
+    weights = [v for v in model.trainable_weights if v.regularizer is not None]
+    return sum(v.regularizer(v.value) for v in weights)
 
 
 def combined_gradients(model, batches, factor):

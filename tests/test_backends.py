@@ -160,6 +160,65 @@ def test_variables_may_share_an_array_when_training_begins():
     np.testing.assert_array_equal(np.asarray(teacher.value), before)
 
 
+@jax_only
+def test_evaluation_returns_no_weights_it_has_only_read():
+    trainer = small_trainer()
+    x, y = np.ones([16, 3], "float32"), np.ones([16, 1], "float32")
+    trainer.fit(x, y, batch_size=4, verbose=0)
+    before = [variable.value for variable in trainer.model.weights]
+    trainer.evaluate(x, y, batch_size=4, verbose=0)
+    trainer.predict(x, verbose=0)
+    after = [variable.value for variable in trainer.model.weights]
+    assert all(a is b for a, b in zip(before, after, strict=True))
+
+
+def fit_lengths(trainer, lengths):
+    """Train on micro-batches of sequences, two of each length."""
+    trainer.fit(
+        [
+            (np.ones([2, length, 3], "float32"), np.ones([2, 1], "float32"))
+            for length in lengths
+            for _ in range(2)
+        ],
+        verbose=0,
+    )
+
+
+def sequence_trainer(accumulation):
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input([None, 3]),
+            layers.GlobalAveragePooling1D(),
+            layers.Dense(1),
+        ]
+    )
+    return Trainer(
+        model, optimizer="sgd", loss="mse", accumulation=accumulation
+    )
+
+
+@jax_only
+@pytest.mark.parametrize(
+    "accumulation",
+    [pytest.param(2, id="fused"), pytest.param(4, id="streamed")],
+)
+def test_fourth_shape_is_warned_of_once_with_the_remedy(accumulation):
+    trainer = sequence_trainer(accumulation)
+    fit_lengths(trainer, [4, 5, 6, 4])
+    with pytest.warns(UserWarning, match="fourth .* 7, 3.*buckets.*pad") as all:
+        fit_lengths(trainer, [7, 4])
+        fit_lengths(trainer, [8, 9, 10, 11])
+    assert len(all) == 1
+
+
+@pytest.mark.skipif(
+    BACKEND != "tensorflow", reason="is about shapes that TensorFlow relaxes"
+)
+def test_many_shapes_are_no_matter_on_tensorflow():
+    fit_lengths(sequence_trainer(4), [4, 5, 6, 7, 8, 9])
+
+
 def test_callback_reads_the_weights_of_each_update_and_may_write_them():
     seen = []
 

@@ -13,29 +13,29 @@ from accumtrainer.batches import (
     unpack,
     weigh_classes,
     window_of_batches,
-    windows,
 )
 from accumtrainer.keras_api import keras, ops, tree
+from accumtrainer.position import Position, windows
 from accumtrainer.sources import ArraySource, IterableSource
 
 
 def all_windows(source, *, epochs=1, steps=1, tail="flush", size=None):
     """List the windows of every epoch, and what is left in the end."""
-    carried = []
-    made = [
-        list(
-            windows(
-                source,
-                epoch=epoch,
-                steps_at=lambda: steps,
-                micro_batch_size=size,
-                tail=tail,
-                carried=carried,
+    position, made = Position(), []
+    for _ in range(epochs):
+        made.append(
+            list(
+                windows(
+                    source,
+                    position,
+                    steps_at=lambda: steps,
+                    micro_batch_size=size,
+                    tail=tail,
+                )
             )
         )
-        for epoch in range(epochs)
-    ]
-    return made, carried
+        position.begin_next_epoch()
+    return made, position.carried
 
 
 def rows_of(made):
@@ -147,20 +147,20 @@ def test_drop_forgets_what_fills_no_window(batches, steps, epochs):
 
 def test_carried_batches_that_fill_a_shorter_window_are_used_at_once():
     source = ArraySource(np.arange(5), batch_size=1, shuffle=False)
-    carried = []
+    position = Position()
     sizes = []
-    for epoch, steps in enumerate((4, 2)):
+    for steps in (4, 2):
         made = windows(
             source,
-            epoch=epoch,
+            position,
             steps_at=lambda steps=steps: steps,
             micro_batch_size=None,
             tail="carry",
-            carried=carried,
         )
         sizes.append([window.micro_batches for window in made])
+        position.begin_next_epoch()
     assert sizes == [[4], [2, 2, 2]]
-    assert carried == []
+    assert position.carried == []
 
 
 def test_steps_are_asked_once_before_each_window():
@@ -168,11 +168,10 @@ def test_steps_are_asked_once_before_each_window():
     answers = iter([1, 2, 3, 9])
     made = windows(
         source,
-        epoch=0,
+        Position(),
         steps_at=lambda: next(answers),
         micro_batch_size=None,
         tail="flush",
-        carried=[],
     )
     assert [window.micro_batches for window in made] == [1, 2, 3, 4]
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from keras_core_gaps import keras_3_only
 from oracle import (
     TOLERANCE,
     KeepGradients,
@@ -23,7 +24,7 @@ from oracle import (
 )
 
 from accumtrainer import Accumulation, Trainer, WeightedLoss
-from accumtrainer.keras_api import BACKEND, keras, ops
+from accumtrainer.keras_api import BACKEND, KERAS_NAME, keras, ops
 
 layers, losses = keras.layers, keras.losses
 
@@ -422,6 +423,13 @@ def test_flat_targets_fit_predictions_with_a_last_axis_of_one(rng):
     loss_pair("flat targets").assert_exact(batches)
 
 
+def test_targets_of_one_trainer_may_change_their_rank(rng):
+    columns = features_and_numbers(rng, (3, 1), outputs=1)
+    pair = Pair(functools.partial(make_mlp, outputs=1), loss="mse")
+    pair.assert_exact(columns)
+    pair.assert_exact([(x, y[:, 0]) for x, y in columns])
+
+
 @functools.cache
 def masked_regression_pair(reduction):
     return Pair(
@@ -569,7 +577,7 @@ OUTPUTS = {
         "loss_weights": [0.1, 1.5],
     },
     "means by weight": {
-        "loss": [
+        "loss": lambda: [
             losses.SparseCategoricalCrossentropy(
                 reduction="mean_with_sample_weight"
             ),
@@ -583,6 +591,8 @@ OUTPUTS = {
 def outputs_pair(name, combine="exact", jit_compile=False):
     options = dict(OUTPUTS[name])
     as_dict = options.pop("as_dict", False)
+    if callable(options["loss"]):  # Keras Core has no such reduction to make.
+        options["loss"] = options["loss"]()
     return Pair(
         functools.partial(make_tagger_and_judge, as_dict=as_dict),
         combine=combine,
@@ -671,6 +681,7 @@ def test_one_loss_serves_every_output(rng):
     pair.assert_exact(batches)
 
 
+@keras_3_only("logs only the sum, where we log each as Keras 3 does")
 def test_logs_name_the_losses_of_several_outputs(rng):
     pair = outputs_pair("loss weights")
     batches = tags_and_scores(rng, (4, 1, 2))
@@ -757,6 +768,7 @@ def adding_pair(reduce=None, **options):
 
 
 @each_size()
+@keras_3_only("cannot add a vector to the loss")
 def test_vector_given_to_add_loss_is_summed(rng, sizes):
     pair = adding_pair(loss="mse")
     pair.assert_exact(features_and_numbers(rng, sizes))
@@ -837,7 +849,10 @@ def test_optimizer_settings_act_once_per_window(rng, name, setting):
 
 
 @pytest.mark.parametrize("frequency", [None, 2])
-def test_average_of_weights_moves_once_per_window(rng, frequency):
+def test_average_of_weights_moves_once_per_window(rng, frequency, request):
+    if frequency is not None:
+        request.getfixturevalue("keras_may_promote")
+
     def make_optimizer():
         return optimizers.SGD(
             0.3,
@@ -961,6 +976,7 @@ def embedding_pair(name, clipping):
 @pytest.mark.skipif(
     BACKEND != "tensorflow", reason="other backends have dense gradients only"
 )
+@keras_3_only("makes gradients dense before the optimizer sees them")
 @pytest.mark.parametrize("name", ["Adam", "RMSprop", "Adagrad"])
 def test_plain_keras_on_tensorflow_updates_repeated_words_wrongly(rng, name):
     # This is why the oracle merges repeated rows. Should it fail with a newer
@@ -1020,6 +1036,9 @@ FIT_MODELS = {
 def test_without_accumulation_weights_are_those_of_keras_fit(
     rng, name, optimizer
 ):
+    forgets = KERAS_NAME != "keras" and BACKEND == "jax"
+    if forgets and name in ("regularized", "added loss"):
+        pytest.skip("Keras Core: its own fit on JAX forgets added losses")
     x = rng.normal(size=[22, FEATURES]).astype("float32")
     y = rng.normal(size=[22, CLASSES]).astype("float32")
     model, plain = FIT_MODELS[name](), FIT_MODELS[name]()
@@ -1035,8 +1054,9 @@ def test_without_accumulation_weights_are_those_of_keras_fit(
     )
     actual = trainer.fit(x, y, **options).history["loss"]
     assert largest_error(model.weights, plain.weights) <= TOLERANCE
-    if name != "regularized":
-        # Keras averages the penalties over batches, not over samples.
+    if name != "regularized" and KERAS_NAME == "keras":
+        # Keras averages the penalties over batches, not over samples, and
+        # Keras Core all of the loss.
         assert actual == pytest.approx(expected, rel=TOLERANCE)
 
 
@@ -1045,6 +1065,7 @@ def evaluated_pair(name):
     return Pair(FIT_MODELS[name], loss="mse", denominator="samples")
 
 
+@keras_3_only("averages losses over batches, not over samples")
 @pytest.mark.parametrize("size", [1, 5, 8, 22])
 @pytest.mark.parametrize("name", FIT_MODELS)
 def test_evaluate_equals_that_of_keras_where_nothing_is_masked(rng, name, size):

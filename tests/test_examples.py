@@ -48,6 +48,76 @@ SHORT = {
             r"16 x 8 vs 128 .* differ by \d\.\de-(0[6-9]|[1-9]\d), .*",
         ),
     ),
+    "triplet_vgg16.py": Short(
+        arguments=("--updates", "1", "--examples", "2"),
+        lines=(
+            r"2 samples per update = 2 micro-batches x 1; 1 .*",
+            r"batch-hard:",
+            r"verification accuracy \d+\.\d% before, \d+\.\d% after",
+            r"peak memory of 2 x 1 +[\d,]+ MiB, [\d,]+ MiB .*",
+            r"peak memory of 1 x 2 +[\d,]+ MiB, [\d,]+ MiB .*",
+        ),
+    ),
+    "gan.py": Short(
+        arguments=("--updates", "200", "--folder", "runs/gan"),
+        lines=(
+            r"picture +runs/gan/digits\.png",
+            r"losses +\d\.\d\d discriminator",
+            r" +\d\.\d\d generator",
+            r"nearest digit +[3-9]\.\d\d away before training",
+            r" +[12]\.\d\d after it",
+            r" +1\.03 from a digit to another",
+            r"gone on +from halfway, to the same weights: True",
+        ),
+    ),
+    "language_model.py": Short(
+        arguments=(
+            *("--updates", "10", "--blocks", "1", "--samples", "1"),
+            *("--wandb", "runs"),
+        ),
+        lines=(
+            r"64 samples per update = 8 micro-batches x 8; .*",
+            r"16,000 documents of .* bytes to train on, 512 .*",
+            r"def .*",
+            # One in 256 is 8 bits; ten updates learn which bytes are usual.
+            r"bits per byte +[89]\.\d\d before training",
+            r" +[2-5]\.\d\d after 10 updates",
+            r"8 x 8 vs 64 .* by \d\.\de-(0[67]) where bytes are weighed,",
+            r" +by \d\.\de-0[123] with the mean of the means",
+        ),
+    ),
+    "dp_sgd.py": Short(
+        arguments=("--epochs", "6", "--noise-multiplier", "2"),
+        lines=(
+            r"test accuracy +(8[5-9]|9\d)\.\d% plain",
+            r"test accuracy +([6-9]\d)\.\d% private",
+            r"privacy +epsilon \d\.\d\d at delta 0\.0001",
+            # The last update is of 157 digits, and the noise in each of its
+            # 2,410 numbers is of 2 / 157: together 0.63, give or take 0.01.
+            r"last gradient +0\.[0-4]\d without noise, 0\.[67]\d with it",
+        ),
+    ),
+    "mean_teacher.py": Short(
+        arguments=("--epochs", "10"),
+        lines=(
+            r"1437 digits to train on, 50 of them with labels, .*",
+            r"test accuracy +[789]\d\.\d% by labels alone",
+            r"test accuracy +[789]\d\.\d% student",
+            r"test accuracy +[789]\d\.\d% teacher",
+            r"one bad image +moves the student: False, teacher: False",
+            r"good images +moves the student: True, teacher: True",
+        ),
+    ),
+    "wandb_run.py": Short(
+        arguments=("--epochs", "1"),
+        lines=(
+            r"128 samples per update = 16 micro-batches x 8; 12 .*",
+            r"the last point of training: update 12, \{.*'loss': .*",
+            r"as lines of JSON +wandb_run\.jsonl",
+            r"the run of W&B +\S+offline-run-\S+",
+            r"to the server +wandb sync \S+offline-run-\S+",
+        ),
+    ),
 }
 
 

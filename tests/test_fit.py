@@ -17,6 +17,8 @@ LABELS = (X[:, 0] > 0).astype("int32")
 # Nothing here is about XLA, and TensorFlow starts sooner without it.
 JIT_COMPILE = False if BACKEND == "tensorflow" else "auto"
 
+many_shapes = pytest.mark.filterwarnings("ignore:Micro-batches should have few")
+
 
 class Applied(Callback):
     """Keeps the logs of every window, and when validations ended."""
@@ -620,6 +622,7 @@ def test_number_of_micro_batches_may_change_with_the_epoch():
     assert trainer.progress.micro_batches == 48
 
 
+@many_shapes
 def test_number_of_micro_batches_may_follow_the_updates_made():
     asked = []
 
@@ -639,6 +642,7 @@ def test_number_of_micro_batches_may_follow_the_updates_made():
     assert asked == [0, 1, 2, 3, 4]
 
 
+@many_shapes
 def test_skipped_updates_do_not_move_a_function_of_the_updates():
     x = X.copy()
     x[0] = np.nan

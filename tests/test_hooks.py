@@ -925,3 +925,43 @@ def test_callbacks_see_loss_and_weight_of_each_micro_batch():
         [part.mean() for part in parts],
         rtol=1e-5,
     )
+
+
+def test_variable_that_a_hook_only_reads_is_current():
+    factor = keras.Variable(1.0, trainable=False)
+
+    class Reading(Trainer):
+        def compute_loss(self, batch, info):
+            outputs = self.model(batch.x, training=info.training)
+            self.log("factor", factor.value)
+            return WeightedLoss(ops.mean(outputs**2), ops.shape(batch.x)[0])
+
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    trainer = Reading(model, optimizer="sgd")
+    x = np.ones([4, 2], "float32")
+    seen = []
+    for value in (1.0, 2.0, 3.0):
+        factor.assign(value)
+        trainer.train_on_batch(x, x[:, :1])
+        seen.append(trainer.window_logs["factor"])
+        seen.append(
+            trainer.evaluate(x, x, verbose=0, return_dict=True)["factor"]
+        )
+    assert seen == [1, 1, 2, 2, 3, 3]
+
+
+def test_variable_that_a_hook_writes_must_be_tracked():
+    count = keras.Variable(0.0, trainable=False, name="count")
+
+    class Writing(Trainer):
+        def after_apply(self, info):
+            count.assign(count.value + 1)
+
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    trainer = Writing(model, optimizer="sgd", loss="mse")
+    with pytest.raises(ValueError, match=r"write to 'count'.*self.track"):
+        trainer.fit(np.ones([4, 2]), np.ones([4, 1]), verbose=0)
+    trainer = Writing(model, optimizer="sgd", loss="mse")
+    trainer.track(count)
+    trainer.fit(np.ones([4, 2]), np.ones([4, 1]), batch_size=2, verbose=0)
+    assert float(count.value) == 2

@@ -142,3 +142,10 @@ def test_an_unknown_keras_is_refused_with_the_remedy(monkeypatch):
 
     with pytest.raises(ImportError, match="ACCUMTRAINER_KERAS='theano'. Unset"):
         runpy.run_path(keras_api.__file__)
+
+
+def test_schedule_of_an_optimizer_is_the_object_given():
+    schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
+    optimizer = keras.optimizers.SGD(schedule)
+    assert keras_api.schedule_of(optimizer) is schedule
+    assert keras_api.schedule_of(keras.optimizers.SGD(0.1)) is None

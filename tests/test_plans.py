@@ -310,6 +310,7 @@ def compilations(request, tmp_path_factory):
     environment = os.environ | {
         "XLA_FLAGS": f"--xla_dump_to={directory}",
         "KERAS_BACKEND": BACKEND,
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
     }
     done = subprocess.run(
         [sys.executable, "-c", STORY, directory, request.param],

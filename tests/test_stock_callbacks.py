@@ -1,7 +1,10 @@
 """Claims about Keras's own callbacks: they run unmodified."""
 
 import csv
+import http.server
+import json
 import pathlib
+import threading
 
 import numpy as np
 import pytest
@@ -181,7 +184,8 @@ def test_model_checkpoint_saves_every_epoch(tmp_path):
             kept[epoch - 1], loaded.variables, strict=True
         ):
             np.testing.assert_array_equal(expected, numbers(variable))
-        assert int(loaded.optimizer.iterations) == 3 * epoch
+        iterations = ops.convert_to_numpy(loaded.optimizer.iterations)
+        assert iterations == 3 * epoch
 
 
 def test_model_checkpoint_counts_updates_in_save_freq(tmp_path):
@@ -344,6 +348,99 @@ def test_tensorboard_writes_the_losses(tmp_path):
     np.testing.assert_allclose(
         written["validation"], history.history["val_loss"], rtol=1e-5
     )
+
+
+def test_tensorboard_counts_updates_in_update_freq(tmp_path):
+    tf = pytest.importorskip("tensorflow")
+    pytest.importorskip("tensorboard")
+    board = keras.callbacks.TensorBoard(
+        tmp_path, update_freq=2, profile_batch=0, write_graph=False
+    )
+    fit(board, epochs=2)
+    (path,) = (tmp_path / "train").iterdir()
+    steps = [
+        event.step
+        for record in tf.data.TFRecordDataset(str(path))
+        for event in [tf.compat.v1.Event.FromString(record.numpy())]
+        for value in event.summary.value
+        if value.tag == "batch_loss"
+    ]
+    assert steps == [2, 4, 6]
+
+
+class Requests(http.server.BaseHTTPRequestHandler):
+    """Keeps what is posted in a list of the server."""
+
+    def do_POST(self):
+        length = int(self.headers["Content-Length"])
+        body = json.loads(self.rfile.read(length))
+        self.server.received.append((self.path, body))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+def test_remote_monitor_posts_every_epoch():
+    pytest.importorskip("requests")
+    with http.server.HTTPServer(("127.0.0.1", 0), Requests) as server:
+        server.received = []
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        monitor = keras.callbacks.RemoteMonitor(
+            root=f"http://127.0.0.1:{server.server_port}", send_as_json=True
+        )
+        _, history = fit(monitor, epochs=2, validation_data=(X, Y))
+        server.shutdown()
+        thread.join()
+    assert [path for path, _ in server.received] == ["/publish/epoch/end/"] * 2
+    for epoch, (_, body) in enumerate(server.received):
+        assert body["epoch"] == epoch
+        assert body["updates"] == 3 * (epoch + 1)
+        for name in ("loss", "val_loss", "gradient_norm"):
+            assert body[name] == history.history[name][epoch]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_orbax_checkpoint_counts_updates_and_saves_the_weights(tmp_path):
+    pytest.importorskip("orbax.checkpoint")
+    checkpoint = keras.callbacks.OrbaxCheckpoint(
+        str(tmp_path), save_freq=2, max_to_keep=None
+    )
+    watch = Watch()
+    fit(watch, checkpoint, epochs=2)
+    saved = sorted(int(p.name) for p in tmp_path.iterdir() if p.is_dir())
+    assert saved == [2, 4, 6]
+    loaded = keras.saving.load_model(tmp_path)
+    for expected, variable in zip(
+        watch.weights[-1], loaded.variables, strict=True
+    ):
+        np.testing.assert_array_equal(expected, numbers(variable))
+
+
+def test_backup_and_restore_counts_updates_in_save_freq(tmp_path):
+    class Fail(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 2:
+                raise RuntimeError("power failure")
+
+    watch = Watch()
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=2)
+    with pytest.raises(RuntimeError, match="power failure"):
+        fit(watch, backup, Fail(), epochs=1)
+    restored = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            restored.append([numbers(v) for v in self.model.variables])
+
+    keras.utils.set_random_seed(1)
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=2)
+    fit(backup, Look(), epochs=1)
+    for expected, variable in zip(watch.weights[1], restored[0], strict=True):
+        np.testing.assert_array_equal(expected, variable)
 
 
 def test_backup_and_restore_goes_on_where_an_error_stopped(tmp_path):

@@ -5,6 +5,12 @@ Only the files named after a backend import one.
 
 from accumtrainer import errors
 from accumtrainer.keras_api import BACKEND
+from accumtrainer.steps.batchwise import (
+    BatchwiseProgram,
+    BatchwiseStep,
+    late_logs,
+)
+from accumtrainer.steps.fit_state import make_fit_state
 from accumtrainer.steps.plan import (
     Plan,
     choose_plan,
@@ -14,12 +20,16 @@ from accumtrainer.steps.step import CLOCKS, EvaluationStep, Report, Step
 
 __all__ = [
     "CLOCKS",
+    "BatchwiseProgram",
+    "BatchwiseStep",
     "EvaluationStep",
     "Plan",
     "Report",
     "Step",
     "choose_plan",
+    "late_logs",
     "make_backend",
+    "make_fit_state",
     "should_compile_evaluation",
 ]
 

@@ -1,17 +1,25 @@
 """What JAX must do itself: differentiate, loop, branch, compile, hold state.
 
-Compiled functions take the values of a program's variables as arrays, which
-they are given for good (donated), and return the new ones. In between the
-arrays are held here; the Keras variables are made current by `publish`, which
-whoever lets host code look must call first.
+Compiled functions take the values of a program's variables as arrays. Those
+they change they are given for good (donated), and they return the new ones;
+the others they only read. In between the arrays are held here; the Keras
+variables are made current by `publish`, which whoever lets host code look must
+call first.
 """
 
+import itertools
 import sys
+import warnings
 
 import jax
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
+from accumtrainer import errors
 from accumtrainer.keras_api import keras
+
+# Compiled for that many shapes, a function is worth a warning.
+MANY_SHAPES = 4
 
 
 class JaxBackend:
@@ -27,6 +35,7 @@ class JaxBackend:
         self._run_eagerly = run_eagerly
         self._holders = {}
         self._active = None
+        self._has_warned = False
 
     def trace(self, function, batch):
         """Run a function on abstract arrays like a batch of arrays.
@@ -37,15 +46,16 @@ class JaxBackend:
         specs = jax.tree.map(_to_spec, batch)
         return _primitives(jax.make_jaxpr(function)(specs).jaxpr)
 
-    def compile(self, function, program, *, jit_compile, donate):
+    def compile(self, function, program, *, jit_compile, moves_arrays=True):
         """Compile a function of arrays that may change variables.
 
         Args:
             function: takes nests of arrays, returns a nest of arrays.
             program: object whose `variables` the function may change.
             jit_compile: bool.
-            donate: bool, whether the function is given the variables' arrays
-                for good. Where it changes few of them it should not be.
+            moves_arrays: bool, whether to move arrays of the host to the
+                device first. Not to is faster and what `Model.fit` does, but
+                refused by a transfer guard.
 
         Returns:
             Function of the same arguments.
@@ -58,18 +68,25 @@ class JaxBackend:
                 result = function(*arguments)
             return result, _values(scope, holder.variables)
 
-        if jit_compile and not self._run_eagerly:
-            run = jax.jit(pure, donate_argnums=0 if donate else ())
-        else:
-            run = _eagerly(pure)
+        is_compiled = jit_compile and not self._run_eagerly
+        run = (
+            _Compiled(pure, holder, self._warn_of_many_shapes)
+            if is_compiled
+            else _Eager(pure, holder)
+        )
 
         def call(*arguments):
-            arguments = jax.device_put(arguments)
+            leaves, treedef = jax.tree.flatten(arguments)
+            if moves_arrays:
+                leaves = _to_device(leaves)
             self._activate(holder)
-            result, holder.arrays = run(holder.take(), arguments)
-            return result
+            return run(leaves, treedef)
 
         return call
+
+    def constant(self, value):
+        """Put a NumPy array on the device, to be passed again and again."""
+        return jax.device_put(value)
 
     def publish(self):
         """Make the Keras variables current, for host code that can look."""
@@ -77,32 +94,75 @@ class JaxBackend:
             self._active.publish()
             self._active = None
 
-    def value_and_grad(self, objective, variables):
-        """Differentiate a scalar by Keras variables.
+    def next_batch(self, iterator):
+        """Return the next batch that `Model.fit` would train on."""
+        return next(iterator)
 
-        Args:
-            objective: function without arguments, returns a scalar array and
-                a nest of arrays.
-            variables: list of Keras variables.
+    def next_batches(self, iterator, count):
+        """Take the next batches that `Model.fit` would train on.
 
         Returns:
-            That nest, and a list of gradients.
+            Pair: list of up to `count` batches, at least one, and `None`.
+
+        Raises:
+            StopIteration: there is none.
+        """
+        first = next(iterator)
+        return [first, *itertools.islice(iterator, count - 1)], None
+
+    def is_distributed(self, model):
+        """Whether `Model.fit` runs the model by a strategy of the backend."""
+        del model
+        return False
+
+    def hold(self, program, arrays):
+        """Take arrays for good, instead of those of a program's variables.
+
+        Args:
+            program: object whose functions have been compiled here.
+            arrays: dict of arrays by their variable's id.
+
+        Returns:
+            `_Holder`, whose `arrays` belong to its `variables`.
+        """
+        holder = self._holders[id(program)]
+        self._activate(holder)
+        holder.replace(arrays)
+        return holder
+
+    def let_go(self, holder, ids):
+        """Make a holder's variables current, but for those with given ids."""
+        holder.publish(without=ids)
+        self._active = None
+
+    def value_and_grad(self, objective, variables, tensors=()):
+        """Differentiate a scalar by Keras variables, and by arrays.
+
+        Args:
+            objective: function of `tensors`, returns a scalar array and a
+                nest of arrays.
+            variables: list of Keras variables.
+            tensors: list of arrays.
+
+        Returns:
+            That nest, and a list of gradients: first by the variables, then
+            by the arrays.
         """
         taken = {id(variable) for variable in variables}
         others = [v for v in self._traced if id(v) not in taken]
         current = [v.value for v in others]
 
-        def pure(arrays):
+        def pure(arrays, tensors):
             known = [*variables, *others]
             with _scope(known, [*arrays, *current]) as scope:
-                total, nest = objective()
+                total, nest = objective(*tensors)
             return total, (nest, _values(scope, others))
 
         (_, (nest, changed)), gradients = jax.value_and_grad(
-            pure, has_aux=True
-        )([variable.value for variable in variables])
+            pure, argnums=(0, 1), has_aux=True
+        )([variable.value for variable in variables], list(tensors))
         _assign(others, current, changed)
-        return nest, gradients
+        return nest, [*gradients[0], *gradients[1]]
 
     def add_to(self, variable, value):
         """Add to a Keras variable."""
@@ -127,21 +187,24 @@ class JaxBackend:
         ]
         _assign(variables, current, chosen)
 
-    def scan(self, body, stacked, length):
+    def scan(self, body, stacked, length, dtypes="float32"):
         """Run `body(index, item)` over the first axis, in order.
 
         Args:
             body: function of a scalar int32 and a nest of arrays; may change
-                variables; returns one float32 array of fixed shape.
+                variables; returns a nest of arrays of fixed shapes.
             stacked: nest of arrays `[length, ...]`.
             length: int.
+            dtypes: ignored, since JAX finds out by itself.
 
         Returns:
-            Array `[length, ...]`, the results in order.
+            Nest of arrays `[length, ...]`, the results in order.
         """
+        del dtypes
         if length == 1:
             item = jax.tree.map(lambda leaf: leaf[0], stacked)
-            return body(jax.numpy.zeros((), "int32"), item)[None]
+            result = body(jax.numpy.zeros((), "int32"), item)
+            return jax.tree.map(lambda leaf: leaf[None], result)
         variables = self._traced
         current = [v.value for v in variables]
 
@@ -159,10 +222,127 @@ class JaxBackend:
         """Whether there is a device other than the CPU."""
         return jax.default_backend() != "cpu"
 
+    def peak_memory_bytes(self):
+        """Most bytes in use so far on the fullest device, `None` if unknown."""
+        statistics = [d.memory_stats() for d in jax.local_devices()]
+        peaks = [s["peak_bytes_in_use"] for s in statistics if s]
+        return max(peaks, default=None)
+
+    def start_trace(self, directory):
+        """Begin to record what host and device do."""
+        jax.profiler.start_trace(directory)
+
+    def stop_trace(self):
+        """Write what was recorded."""
+        jax.profiler.stop_trace()
+
+    def mark_step(self, name, number):
+        """Make a context manager that names a step in a trace."""
+        return jax.profiler.StepTraceAnnotation(name, step_num=number)
+
     def _activate(self, holder):
         if self._active is not holder:
             self.publish()
             self._active = holder
+        holder.take()
+
+    def _warn_of_many_shapes(self, shapes):
+        """Say once that compiling goes on and on, and what helps."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(errors.MANY_SHAPES.format(shapes=shapes), stacklevel=2)
+
+
+class _Compiled:
+    """A function that is compiled anew for arguments of other shapes.
+
+    Args:
+        function: takes the arrays of all variables and a nest of arguments,
+            returns a nest of arrays and the new arrays of all variables.
+        holder: `_Holder` of the variables.
+        warn_of_many_shapes: function that is given the latest shapes.
+    """
+
+    def __init__(self, function, holder, warn_of_many_shapes):
+        self._function = function
+        self._holder = holder
+        self._warn_of_many_shapes = warn_of_many_shapes
+        self._variables = None
+        self._programs = {}
+
+    def __call__(self, leaves, treedef):
+        holder = self._holder
+        if self._variables is not holder.variables:
+            self._variables = holder.variables
+            self._programs = {}
+        key = (treedef, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        program = self._programs.get(key)
+        if program is None:
+            program = self._trace(leaves, treedef)
+            self._programs[key] = program
+        run, changed, kept = program
+        given = holder.give(changed)
+        result, arrays = run(given, [holder.arrays[i] for i in kept], leaves)
+        for position, array in zip(changed, arrays, strict=True):
+            holder.arrays[position] = array
+        return result
+
+    def _trace(self, leaves, treedef):
+        """Find out which arrays the function changes, and compile it.
+
+        Returns:
+            The compiled function of the arrays it is given for good, of those
+            it reads, and of the leaves of the arguments; and the positions of
+            both among the variables.
+        """
+        if len(self._programs) + 1 == MANY_SHAPES:
+            self._warn_of_many_shapes([leaf.shape for leaf in leaves])
+        count = len(self._variables)
+        closed, (result, _) = jax.make_jaxpr(self._function, return_shape=True)(
+            self._holder.arrays, jax.tree.unflatten(treedef, leaves)
+        )
+        before = closed.jaxpr.invars[:count]
+        after = closed.jaxpr.outvars[len(closed.jaxpr.outvars) - count :]
+        pairs = list(zip(before, after, strict=True))
+        changed = [i for i, (a, b) in enumerate(pairs) if a is not b]
+        kept = [i for i, (a, b) in enumerate(pairs) if a is b]
+        function, structure = jaxpr_as_fun(closed), jax.tree.structure(result)
+
+        def run(given, read, leaves):
+            arrays = [None] * count
+            for position, array in zip(changed, given, strict=True):
+                arrays[position] = array
+            for position, array in zip(kept, read, strict=True):
+                arrays[position] = array
+            out = function(*arrays, *leaves)
+            split = len(out) - count
+            return (
+                jax.tree.unflatten(structure, out[:split]),
+                [out[split + position] for position in changed],
+            )
+
+        return jax.jit(run, donate_argnums=0), changed, kept
+
+
+class _Eager:
+    """A function that runs operation by operation, its loops in Python.
+
+    Args:
+        function: as for `_Compiled`.
+        holder: `_Holder` of the variables.
+    """
+
+    def __init__(self, function, holder):
+        self._function = function
+        self._holder = holder
+
+    def __call__(self, leaves, treedef):
+        arguments = jax.tree.unflatten(treedef, _to_device(leaves))
+        with jax.disable_jit():
+            result, arrays = self._function(self._holder.arrays, arguments)
+        self._holder.arrays = arrays
+        return result
 
 
 class _Holder:
@@ -170,50 +350,77 @@ class _Holder:
 
     def __init__(self, program):
         self._program = program
+        self._borrowed = set()
         self.variables = []
         self.arrays = None
 
     def take(self):
-        """Return the arrays, read afresh if the host could have written."""
-        if self.arrays is None:
-            self.variables = self._program.variables
-            self.arrays = [_own(v) for v in self.variables]
-        return self.arrays
+        """Read the arrays afresh if the host could have written."""
+        if self.arrays is not None:
+            return
+        variables = self._program.variables
+        if list(map(id, variables)) != list(map(id, self.variables)):
+            self.variables = variables
+        self.arrays = [_read(v) for v in variables]
+        self._borrowed = set(range(len(variables)))
 
-    def publish(self):
-        """Put the arrays into the variables, without a copy."""
+    def give(self, positions):
+        """Return arrays that whoever receives them may destroy.
+
+        An array that is given away must not be needed elsewhere: two variables
+        may share one after an assignment, and host code may have kept one.
+        What programs have returned since is known to nobody else.
+        """
+        if self._borrowed:
+            for position in self._borrowed.intersection(positions):
+                array = self.arrays[position]
+                if sys.getrefcount(array) > HOLDERS:
+                    self.arrays[position] = array.copy()
+            self._borrowed.difference_update(positions)
+        return [self.arrays[position] for position in positions]
+
+    def replace(self, arrays):
+        """Hold other arrays for some variables, given for good.
+
+        Args:
+            arrays: dict of arrays by their variable's id.
+        """
+        for position, variable in enumerate(self.variables):
+            if id(variable) in arrays:
+                self.arrays[position] = arrays[id(variable)]
+                self._borrowed.discard(position)
+
+    def publish(self, without=()):
+        """Put the arrays into the variables, without a copy.
+
+        Args:
+            without: ids of variables to leave alone.
+        """
         if self.arrays is not None:
             for variable, array in zip(
                 self.variables, self.arrays, strict=True
             ):
-                variable.assign(array)
+                if id(variable) not in without:
+                    variable.assign(array)
         self.arrays = None
 
 
-# A variable, the local name below and the call that counts hold an array.
-HOLDERS = 3
+# A variable, the list and the local name above, and the call that counts.
+HOLDERS = 4
 
 
-def _own(variable):
-    """Take a variable's array, or a copy where somebody else holds it too.
-
-    An array that is given away must not be needed elsewhere: two variables
-    may share one after an assignment, and host code may have kept one.
-    """
+def _read(variable):
     array = variable.value
-    if not isinstance(array, jax.Array):
-        return jax.numpy.asarray(array)
-    return array.copy() if sys.getrefcount(array) > HOLDERS else array
+    return array if isinstance(array, jax.Array) else jax.numpy.asarray(array)
 
 
-def _eagerly(function):
-    """Run a function operation by operation, its loops in Python."""
-
-    def run(*arguments):
-        with jax.disable_jit():
-            return function(*arguments)
-
-    return run
+def _to_device(leaves):
+    """Move the leaves that are not there yet, in one call."""
+    host = [i for i, v in enumerate(leaves) if not isinstance(v, jax.Array)]
+    moved = jax.device_put([leaves[i] for i in host])
+    for position, array in zip(host, moved, strict=True):
+        leaves[position] = array
+    return leaves
 
 
 def _scope(variables, arrays):

@@ -1,5 +1,7 @@
 """Runs windows by a plan and hands back numbers that are read late."""
 
+import functools
+
 import numpy as np
 
 from accumtrainer.keras_api import ops
@@ -13,6 +15,9 @@ CLOCKS = (
 )
 """What every log carries beside losses and metrics."""
 
+MICRO_BATCH_NUMBERS = ("loss", "weight", "gradient_norm", "gradient_weight")
+"""What is known of a micro-batch; the gradient's only if it is measured."""
+
 
 class Report:
     """The numbers of one window, on the device until somebody looks.
@@ -20,8 +25,8 @@ class Report:
     Args:
         layout: `_Layout` of the packed values.
         packed: what a compiled function returned.
-        micro_batches: list of tensors `[2]` or one tensor `[k, 2]`: loss and
-            weight of each micro-batch.
+        micro_batches: list of k tensors `[n]` or one tensor `[k, n]`: the
+            first n `MICRO_BATCH_NUMBERS` of each micro-batch.
     """
 
     def __init__(self, layout, packed, micro_batches):
@@ -35,6 +40,18 @@ class Report:
         if self._sections is None:
             self._sections = self._layout.unpack(self._packed)
         return self._sections[name]
+
+    def has(self, name):
+        """Whether a section is there; without waiting for the device."""
+        return self._layout.has(name)
+
+    def tensors(self, name):
+        """Return a section's names without waiting for the device.
+
+        Returns:
+            Dict from name to `None` for a number, or else to the tensor.
+        """
+        return self._layout.tensors(name, self._packed)
 
     def window_logs(self):
         """Read what this window alone was like, dict of numbers."""
@@ -58,11 +75,12 @@ class Report:
         return logs | {name: window[name] for name in CLOCKS}
 
     def micro_batches(self):
-        """Read loss and weight of each micro-batch, list of pairs."""
+        """Read `MICRO_BATCH_NUMBERS`, dict from name to array `[k]`."""
         rows = self._micro_batches
         if isinstance(rows, list):
             rows = [np.asarray(row) for row in rows]
-        return [(float(a), float(b)) for a, b in np.asarray(rows)]
+        columns = np.asarray(rows).T
+        return dict(zip(MICRO_BATCH_NUMBERS, columns, strict=False))
 
 
 class _Layout:
@@ -88,6 +106,18 @@ class _Layout:
         if kinds["int"]:
             packed["int"] = ops.stack(kinds["int"])
         return packed
+
+    def has(self, section):
+        """Whether a section was packed."""
+        return any(known == section for known, _ in self._places)
+
+    def tensors(self, section, packed):
+        """Return a section's tensors by name, `None` for each number."""
+        return {
+            name: packed["other"][place] if kind == "other" else None
+            for (known, name), (kind, place) in self._places.items()
+            if known == section
+        }
 
     def unpack(self, packed):
         """Read what `pack` made, `{section: {name: number}}`."""
@@ -123,8 +153,11 @@ class Step:
         self._program = program
         self._plan = plan
         self._layout = _Layout()
+        self._constant = functools.cache(
+            lambda number, dtype: backend.constant(np.asarray(number, dtype))
+        )
         self._compile = lambda function: backend.compile(
-            function, program, jit_compile=plan.jit_compile, donate=True
+            function, program, jit_compile=plan.jit_compile
         )
         self._functions = {}
 
@@ -147,26 +180,13 @@ class Step:
             rows = report.pop("per_micro_batch")
             return self._layout.pack(report), rows
 
-        packed, rows = self._function("window", run)(window.stacked)
+        measures = self._program.measures_gradients
+        packed, rows = self._function(("window", measures), run)(window.stacked)
         return Report(self._layout, packed, rows)
 
     def _run_streamed(self, window):
-        is_even = window.is_even
-        count = np.asarray(window.micro_batches, "int32")
-        batches = window.split()
-        indices = [np.asarray(i, "int32") for i in range(len(batches))]
-        totals = self._totals(batches, indices, count, is_even)
-
-        def run(batch, index, count, totals):
-            return self._program.run_micro_batch(
-                batch, index, count, totals, is_even
-            )
-
-        run_micro_batch = self._function(("micro_batch", is_even), run)
-        rows = [
-            run_micro_batch(batch, index, count, totals)
-            for batch, index in zip(batches, indices, strict=True)
-        ]
+        is_even, count = window.is_even, self._count(window)
+        rows = self._accumulate(window)
 
         def apply(count):
             return self._layout.pack(self._program.apply(count, is_even))
@@ -174,14 +194,77 @@ class Step:
         packed = self._function(("apply", is_even), apply)(count)
         return Report(self._layout, packed, rows)
 
+    def gradients(self, window):
+        """Compute the gradients of a window, and apply nothing.
+
+        Args:
+            window: `Window`.
+
+        Returns:
+            Triple: the loss without regularization, a scalar tensor; the
+            gradients, list of tensors, float32; and the loss and the weight
+            of each micro-batch, list of tensors `[2]`.
+        """
+        is_even = window.is_even
+        rows = self._accumulate(window)
+
+        def take(count):
+            return self._program.take_gradients(count, is_even)
+
+        take = self._function(("take", is_even), take)
+        return (*take(self._count(window)), rows)
+
+    def _count(self, window):
+        return self._constant(window.micro_batches, "int32")
+
+    def _accumulate(self, window):
+        """Run the micro-batches of a window, one by one."""
+        is_even, count = window.is_even, self._count(window)
+        batches = window.split()
+        indices = [self._constant(i, "int32") for i in range(len(batches))]
+        totals = self._totals(batches, indices, count, is_even)
+
+        ahead = self._look_ahead(batches, indices, count)
+
+        def run(batch, index, count, totals, ahead):
+            return self._program.run_micro_batch(
+                batch, index, count, totals, is_even, ahead
+            )
+
+        measures = self._program.measures_gradients
+        run_micro_batch = self._function(
+            ("micro_batch", is_even, measures), run
+        )
+        return [
+            run_micro_batch(batch, index, count, totals, known)
+            for batch, index, known in zip(batches, indices, ahead, strict=True)
+        ]
+
     def _totals(self, batches, indices, count, is_even):
         """Measure the window's denominators where they are needed first."""
         if not self._program.needs_totals(is_even):
-            return np.zeros((), "float32")
+            return self._constant(0.0, "float32")
         measure = self._function("weights", self._program.measure_weights)
         return sum(
             measure(b, i, count) for b, i in zip(batches, indices, strict=True)
         )
+
+    def _look_ahead(self, batches, indices, count):
+        """Embed the window first, where its loss couples its examples.
+
+        Returns:
+            List of what each micro-batch is to know, or of `None`.
+        """
+        if not self._program.looks_ahead(len(batches)):
+            return [None] * len(batches)
+        embed = self._function("embed", self._program.embed)
+        parts = [
+            embed(b, i, count) for b, i in zip(batches, indices, strict=True)
+        ]
+        differentiate = self._function(
+            "differentiate", self._program.differentiate
+        )
+        return differentiate(parts, count)
 
     def _function(self, key, function):
         if key not in self._functions:
@@ -204,9 +287,7 @@ class EvaluationStep:
         self._layout = _Layout()
 
         def compiled(function):
-            return backend.compile(
-                function, program, jit_compile=jit_compile, donate=False
-            )
+            return backend.compile(function, program, jit_compile=jit_compile)
 
         self._predict_batch = compiled(program.predict_batch)
         self._run_batch = compiled(program.run_batch)

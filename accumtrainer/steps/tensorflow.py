@@ -4,6 +4,7 @@ Variables are updated in place; `tf.function` orders reads and writes as they
 are written.
 """
 
+import contextlib
 import functools
 from typing import Any, cast
 
@@ -38,7 +39,7 @@ class TensorFlowBackend:
         specs = tree.map_structure(_to_spec, batch)
         return _operations(traced.get_concrete_function(specs).graph)
 
-    def compile(self, function, program, *, jit_compile, donate):
+    def compile(self, function, program, *, jit_compile, moves_arrays=True):
         """Compile a function of tensors that may change variables.
 
         Args:
@@ -46,37 +47,94 @@ class TensorFlowBackend:
             program: object whose `variables` the function may change; they
                 are changed in place.
             jit_compile: bool, whether XLA compiles it.
-            donate: ignored, since nothing is copied.
+            moves_arrays: ignored, since it makes no difference here.
 
         Returns:
             Function of the same arguments.
         """
-        del program, donate
+        del program, moves_arrays
         if self._run_eagerly:
             return lambda *args: function(
                 *(tree.map_structure(_to_tensor, arg) for arg in args)
             )
         return _Compiled(function, jit_compile)
 
+    def constant(self, value):
+        """Put a NumPy array on the device, to be passed again and again."""
+        return tf.constant(value)
+
     def publish(self):
         """Make the Keras variables current; here they always are."""
 
-    def value_and_grad(self, objective, variables):
-        """Differentiate a scalar by Keras variables.
+    def next_batch(self, iterator):
+        """Return the next batch that `Model.fit` would train on.
+
+        A part that a generator leaves out arrives as an empty optional.
+        """
+        return tree.map_structure(
+            lambda leaf: (
+                None if isinstance(leaf, tf.experimental.Optional) else leaf
+            ),
+            next(iterator),
+        )
+
+    def next_batches(self, iterator, count):
+        """Take the next batches that `Model.fit` would train on.
+
+        Where only their sizes can differ, one compiled call takes them all.
 
         Args:
-            objective: function without arguments, returns a scalar tensor
-                and a nest of tensors.
-            variables: list of Keras variables.
+            iterator: what `fit` hands over.
+            count: int, how many to take if there are as many.
 
         Returns:
-            That nest, and a list of dense gradients, `None` where unused.
-            Repeated rows of embedding gradients are added up.
+            Pair: list of at least one batch, and `None`; or `None`, and a
+            nest of tensors `[count, m, ...]` where all have the same size.
+
+        Raises:
+            StopIteration: there is none.
         """
-        values = [variable.value for variable in variables]
+        if not _can_join(iterator.element_spec):
+            return _take_one_by_one(self.next_batch, iterator, count), None
+        joined, sizes = _take_joined(iterator, tf.constant(count))
+        sizes = sizes.numpy().tolist()
+        if not sizes:
+            raise StopIteration
+        if len(sizes) == count and len(set(sizes)) == 1:
+            shape = [count, sizes[0]]
+            return None, tree.map_structure(
+                lambda leaf: tf.reshape(leaf, shape + leaf.shape[1:]), joined
+            )
+        parts = tree.map_structure(lambda leaf: tf.split(leaf, sizes), joined)
+        return [
+            tree.map_structure_up_to(joined, lambda p, i=i: p[i], parts)
+            for i in range(len(sizes))
+        ], None
+
+    def is_distributed(self, model):
+        """Whether `Model.fit` runs the model by a `tf.distribute` strategy."""
+        if tf.distribute.has_strategy():
+            return True
+        return model.distribute_strategy is not tf.distribute.get_strategy()
+
+    def value_and_grad(self, objective, variables, tensors=()):
+        """Differentiate a scalar by Keras variables, and by tensors.
+
+        Args:
+            objective: function of `tensors`, returns a scalar tensor and a
+                nest of tensors.
+            variables: list of Keras variables.
+            tensors: list of tensors.
+
+        Returns:
+            That nest, and a list of dense gradients, `None` where unused:
+            first by the variables, then by the tensors. Repeated rows of
+            embedding gradients are added up.
+        """
+        values = [*(variable.value for variable in variables), *tensors]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(values)
-            total, nest = objective()
+            total, nest = objective(*tensors)
         gradients = tape.gradient(total, values)
         return nest, [
             None if g is None else tf.convert_to_tensor(g) for g in gradients
@@ -98,17 +156,18 @@ class TensorFlowBackend:
 
         tf.cond(predicate, without_result(true_fn), without_result(false_fn))
 
-    def scan(self, body, stacked, length):
+    def scan(self, body, stacked, length, dtypes="float32"):
         """Run `body(index, item)` over the first axis, in order.
 
         Args:
             body: function of a scalar int32 and a nest of tensors; may change
-                variables; returns one float32 tensor of fixed shape.
+                variables; returns a nest of tensors of fixed shapes.
             stacked: nest of tensors `[length, ...]`.
             length: scalar int32.
+            dtypes: nest of the dtypes of what `body` returns.
 
         Returns:
-            Tensor `[length, ...]`, the results in order.
+            Nest of tensors `[length, ...]`, the results in order.
         """
 
         def take(index):
@@ -119,25 +178,50 @@ class TensorFlowBackend:
         static = tf.get_static_value(length)
         if static == 1 or tf.executing_eagerly():
             results = [body(tf.constant(i), take(i)) for i in range(static)]
-            return tf.stack(results)
+            return tree.map_structure(_stack, *results)
 
-        def step(index, results):
-            result = body(index, take(index))
-            return index + 1, results.write(index, result)
+        def step(index, arrays):
+            results = _present(body(index, take(index)))
+            return index + 1, [
+                array.write(index, leaf)
+                for array, leaf in zip(arrays, results, strict=True)
+            ]
 
-        results = tf.TensorArray(tf.float32, size=length)
-        _, results = tf.while_loop(
+        _, arrays = tf.while_loop(
             lambda index, _: index < length,
             step,
-            [tf.constant(0), results],
+            [
+                tf.constant(0),
+                [tf.TensorArray(d, size=length) for d in _present(dtypes)],
+            ],
             parallel_iterations=1,
         )
-        return results.stack()
+        stacked = iter([array.stack() for array in arrays])
+        return tree.map_structure(lambda d: d and next(stacked), dtypes)
 
     def has_accelerator(self):
         """Whether there is a device other than the CPU."""
         devices = tf.config.list_logical_devices()
         return any(device.device_type != "CPU" for device in devices)
+
+    def peak_memory_bytes(self):
+        """Most bytes in use so far on the fullest device, `None` if unknown."""
+        count = len(tf.config.list_logical_devices("GPU"))
+        read = tf.config.experimental.get_memory_info
+        peaks = [read(f"GPU:{index}")["peak"] for index in range(count)]
+        return max(peaks, default=None)
+
+    def start_trace(self, directory):
+        """Begin to record what host and device do."""
+        tf.profiler.experimental.start(directory)
+
+    def stop_trace(self):
+        """Write what was recorded."""
+        tf.profiler.experimental.stop()
+
+    def mark_step(self, name, number):
+        """Make a context manager that names a step in a trace."""
+        return tf.profiler.experimental.Trace(name, step_num=number, _r=1)
 
 
 class _Compiled:
@@ -162,18 +246,88 @@ class _Compiled:
         return program(*map(tf.convert_to_tensor, leaves))
 
     def _trace(self, leaves, treedef):
-        if treedef not in self._structures:
-            self._structures[treedef] = tf.function(
+        # What reduces retracing joins shapes of different ranks into one of
+        # unknown rank, with which a loss can do nothing.
+        structure = treedef, *(len(leaf.shape) for leaf in leaves)
+        if structure not in self._structures:
+            self._structures[structure] = tf.function(
                 functools.partial(self._run, treedef),
                 jit_compile=self._jit_compile,
                 reduce_retracing=True,
                 autograph=False,
             )
         specs = map(_to_spec, leaves)
-        return self._structures[treedef].get_concrete_function(*specs)
+        return self._structures[structure].get_concrete_function(*specs)
 
     def _run(self, treedef, *leaves):
         return self._function(*optree.tree_unflatten(treedef, leaves))
+
+
+def _can_join(spec):
+    """Whether the batches of an iterator differ in nothing but their sizes."""
+    return all(
+        isinstance(leaf, tf.TensorSpec)
+        and leaf.shape.rank
+        and leaf.shape[1:].is_fully_defined()
+        for leaf in tree.flatten(spec)
+    )
+
+
+def _take_one_by_one(next_batch, iterator, count):
+    batches = [next_batch(iterator)]
+    with contextlib.suppress(StopIteration):
+        while len(batches) < count:
+            batches.append(next_batch(iterator))
+    return batches
+
+
+@functools.partial(tf.function, autograph=False, reduce_retracing=True)
+def _take_joined(iterator, count):
+    """Join up to `count` batches row by row, and return their sizes."""
+    spec = iterator.element_spec
+    leaf_specs = tf.nest.flatten(spec)
+
+    def step(index, optional, arrays, sizes):
+        leaves = tf.nest.flatten(optional.get_value())
+        arrays = [
+            a.write(index, v) for a, v in zip(arrays, leaves, strict=True)
+        ]
+        sizes = sizes.write(index, tf.shape(leaves[0])[0])
+        optional = tf.cond(
+            index + 1 < count,
+            iterator.get_next_as_optional,
+            lambda: tf.experimental.Optional.empty(spec),
+        )
+        return index + 1, optional, arrays, sizes
+
+    arrays = [
+        tf.TensorArray(
+            leaf.dtype,
+            size=0,
+            dynamic_size=True,
+            infer_shape=False,
+            element_shape=tf.TensorShape([None]).concatenate(leaf.shape[1:]),
+        )
+        for leaf in leaf_specs
+    ]
+    sizes = tf.TensorArray(tf.int32, size=0, dynamic_size=True)
+    *_, arrays, sizes = tf.while_loop(
+        lambda index, optional, arrays, sizes: optional.has_value(),
+        step,
+        [tf.constant(0), iterator.get_next_as_optional(), arrays, sizes],
+        parallel_iterations=1,
+    )
+    joined = tf.nest.pack_sequence_as(spec, [a.concat() for a in arrays])
+    return joined, sizes.stack()
+
+
+def _present(nest):
+    """List the leaves that are there."""
+    return [leaf for leaf in tree.flatten(nest) if leaf is not None]
+
+
+def _stack(*leaves):
+    return None if leaves[0] is None else tf.stack(leaves)
 
 
 def _to_tensor(leaf):

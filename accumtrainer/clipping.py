@@ -1,0 +1,127 @@
+"""How large the gradients of an update are, and how they are kept small.
+
+A Keras optimizer clips by a fixed bound. Adaptive gradient clipping instead
+bounds the gradient of every unit by a fraction of the unit's own weights.
+"""
+
+from accumtrainer.keras_api import ops
+
+OPTIMIZER_CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
+"""Attributes of a Keras optimizer, of which at most one is set."""
+
+
+def adaptive_clip(gradients, variables, *, clipping=0.01, eps=1e-3):
+    """Bound each unit's gradient by a fraction of the norm of its weights.
+
+    This is adaptive gradient clipping (Brock et al. 2021, arXiv:2102.06171,
+    equation 3). With W the weights of a unit, G their gradient and norms of
+    Frobenius,
+
+        G <- G * min(1, clipping * max(|W|, eps) / |G|)
+
+    A unit is what one output of a kernel is computed with: a slice along the
+    last axis, as in the kernels of `Dense` and of the convolutions. Biases,
+    gains and other tensors of one axis longer than 1 are one unit each. Of
+    kernels with several axes of outputs, such as those of attention's
+    queries, all that share the last index are one unit.
+
+    Its place is `Trainer.on_apply`, where the gradients are those of the
+    whole update:
+
+        def on_apply(self, gradients, info):
+            return adaptive_clip(gradients, self.model.trainable_variables)
+
+    The paper leaves out the last layer of a classifier, and found smaller
+    values of `clipping` better for larger batches.
+
+    Args:
+        gradients: list of tensors, one per variable.
+        variables: list of Keras variables or tensors.
+        clipping: float, above 0, the fraction.
+        eps: float, above 0, least norm of weights to assume, so that units
+            that begin at zero can move.
+
+    Returns:
+        List of tensors, float32, of the same shapes. Gradients that are not
+        finite stay so.
+
+    Raises:
+        ValueError: `clipping` or `eps` is not above 0.
+
+    Example:
+        >>> kernel = [[1.0, 0.0], [0.0, 0.0]]
+        >>> gradient = [[3.0, 0.0], [4.0, 0.0]]
+        >>> (clipped,) = adaptive_clip([gradient], [kernel], clipping=0.5)
+        >>> ops.convert_to_numpy(clipped).round(3).tolist()
+        [[0.3, 0.0], [0.4, 0.0]]
+    """
+    for name, value in {"clipping": clipping, "eps": eps}.items():
+        if not value > 0:
+            raise ValueError(
+                f"{name} must be above 0. Received: {name}={value!r}. Use for "
+                "example adaptive_clip(gradients, variables, clipping=0.01)."
+            )
+    return [
+        _clip_units(
+            ops.cast(ops.convert_to_tensor(gradient), "float32"),
+            ops.cast(ops.convert_to_tensor(variable), "float32"),
+            clipping,
+            eps,
+        )
+        for gradient, variable in zip(gradients, variables, strict=True)
+    ]
+
+
+def _clip_units(gradient, weights, clipping, eps):
+    most = clipping * ops.maximum(_unit_norms(weights), eps)
+    # Where the norm is not above the bound, this divides the bound by itself.
+    return gradient * (most / ops.maximum(_unit_norms(gradient), most))
+
+
+def _unit_norms(tensor):
+    """Compute the norm of each unit, in a shape that broadcasts."""
+    is_one_unit = sum(size > 1 for size in tensor.shape) <= 1
+    axes = None if is_one_unit else tuple(range(len(tensor.shape) - 1))
+    return ops.sqrt(ops.sum(ops.square(tensor), axis=axes, keepdims=True))
+
+
+def global_norm(gradients):
+    """Compute the norm of all gradients together.
+
+    Args:
+        gradients: list of at least one tensor, float32.
+
+    Returns:
+        Scalar tensor, float32.
+    """
+    squares = [ops.sum(ops.square(g)) for g in gradients]
+    return ops.sqrt(sum(squares[1:], start=squares[0]))
+
+
+def clips(optimizer):
+    """Say whether a Keras optimizer clips."""
+    return any(getattr(optimizer, limit, None) for limit in OPTIMIZER_CLIPPING)
+
+
+def clipped_norm(gradients, optimizer):
+    """Compute the global norm that is left after the optimizer's clipping.
+
+    Args:
+        gradients: list of at least one tensor, float32.
+        optimizer: Keras optimizer.
+
+    Returns:
+        Scalar tensor, float32.
+    """
+    clipnorm, global_clipnorm, clipvalue = (
+        getattr(optimizer, limit, None) for limit in OPTIMIZER_CLIPPING
+    )
+    if clipvalue:
+        gradients = [ops.clip(g, -clipvalue, clipvalue) for g in gradients]
+    norm = global_norm(gradients)
+    if global_clipnorm:
+        return ops.minimum(norm, global_clipnorm)
+    if clipnorm:
+        norms = [global_norm([gradient]) for gradient in gradients]
+        return global_norm([ops.minimum(n, clipnorm) for n in norms])
+    return norm

@@ -1,0 +1,68 @@
+"""What can be learnt about the device while training runs."""
+
+import contextlib
+import re
+import sys
+from pathlib import Path
+
+from accumtrainer.steps import make_backend
+
+
+def peak_memory_bytes():
+    """Return the most memory that has been in use so far.
+
+    That of the fullest device, where devices say it; otherwise, as on a CPU,
+    that of this process, data and everything else included.
+
+    Returns:
+        int, bytes; `None` where nobody says it.
+
+    Example:
+        >>> peak_memory_bytes() > 1_000_000
+        True
+    """
+    peak = make_backend().peak_memory_bytes()
+    return _peak_of_process() if peak is None else peak
+
+
+@contextlib.contextmanager
+def record_trace(directory):
+    """Record what host and device do inside the `with` block.
+
+    The backend's own profiler writes the trace when the block is left, in
+    the form that TensorBoard's profiler reads.
+
+    Args:
+        directory: where to write, a path; what TensorBoard is given.
+    """
+    backend = make_backend()
+    backend.start_trace(str(directory))
+    try:
+        yield
+    finally:
+        backend.stop_trace()
+
+
+def mark_update(number):
+    """Make a context manager that names an update in a trace.
+
+    Args:
+        number: int, shown as the step's number.
+    """
+    return make_backend().mark_step("update", number)
+
+
+def _peak_of_process():
+    # Linux counts for a program that another one started what that one had in
+    # use, except here.
+    status = Path("/proc/self/status")
+    if status.exists():
+        found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text())
+        if found:
+            return 1024 * int(found[1])
+    try:
+        import resource
+    except ImportError:  # Windows has none.
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

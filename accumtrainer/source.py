@@ -1,0 +1,137 @@
+"""The interface of everything that batches are taken from."""
+
+import abc
+from typing import Any
+
+import numpy as np
+
+from accumtrainer import errors
+from accumtrainer.config import require_count
+
+
+class Source(abc.ABC):
+    """Where loader batches come from, epoch by epoch.
+
+    Attributes:
+        batches_per_epoch: loader batches in an epoch, `None` if unknown.
+        samples_per_epoch: samples in an epoch, `None` if unknown.
+        batch_size: samples in a loader batch, `None` if unknown.
+        is_one_shot: whether the data can be iterated only once, so that
+            epochs share it and several need `steps_per_epoch`.
+        is_endless: whether an epoch is known never to end.
+    """
+
+    batches_per_epoch: Any = None  # a property where it can change
+    samples_per_epoch: int | None = None
+    batch_size: int | None = None
+    is_one_shot: bool = False
+    is_endless: bool = False
+
+    @abc.abstractmethod
+    def iterate(self, epoch, start=0):
+        """Yield the loader items of one epoch, in order.
+
+        Args:
+            epoch: index of the epoch, from zero.
+            start: loader batches to leave out at the beginning; above 0 only
+                after `go_to` has been asked to go there.
+
+        Yields:
+            Items to hand to `window`, one for every loader batch.
+        """
+
+    @abc.abstractmethod
+    def get_state(self):
+        """Return what a saved position needs besides itself.
+
+        Returns:
+            Dict of plain values and bytes.
+        """
+
+    @abc.abstractmethod
+    def go_to(self, position, state, *, fast_forward):
+        """Get ready to go on from a saved position, before anything is taken.
+
+        Args:
+            position: `Position`; `batches` is changed where the loader's
+                batches have another size now.
+            state: what `get_state` returned when the position was saved.
+            fast_forward: whether to run through past data where there is no
+                better way.
+
+        Raises:
+            DataError: the data do not lead there, or not again.
+        """
+
+    @abc.abstractmethod
+    def window(self, items, micro_batch_size):
+        """Make a window of loader items.
+
+        Args:
+            items: sequence of items that `iterate` yielded, each of them one
+                micro-batch; exactly one with `micro_batch_size`.
+            micro_batch_size: samples per micro-batch when the one item is
+                sliced, the last slice possibly shorter; else `None`.
+
+        Returns:
+            `Window`.
+        """
+
+
+def passes(epoch, steps, batches, skipped):
+    """Yield `(pass_index, start, stop)` for the batches of one epoch.
+
+    Without `steps` an epoch is one pass over the data. With it, epochs cut
+    an endless row of passes into pieces of `steps` batches. The first
+    `skipped` batches of the epoch are left out.
+    """
+    if steps is None:
+        yield epoch, skipped, batches
+        return
+    position, end = epoch * steps + skipped, (epoch + 1) * steps
+    while position < end:
+        pass_index, start = divmod(position, batches)
+        stop = min(batches, start + end - position)
+        yield pass_index, start, stop
+        position += stop - start
+
+
+def permutation(size, seed, pass_index):
+    """Return the order of one pass, which depends on nothing else."""
+    order = np.random.default_rng((seed, pass_index)).permutation(size)
+    return order.astype(np.intp, copy=False)
+
+
+def check_ends(source, argument, others=""):
+    """Refuse a source whose epochs are known never to end.
+
+    Args:
+        source: `Source`.
+        argument: name of the argument that would end them.
+        others: str, what else would.
+
+    Raises:
+        ValueError: it has no end.
+    """
+    if source.is_endless:
+        raise ValueError(
+            errors.ENDLESS.format(argument=argument, others=others)
+        )
+
+
+def check_sizes(batch_size, shuffle, steps):
+    """Refuse sizes that are no numbers and a `shuffle` that is no bool."""
+    if batch_size is not None:
+        require_count(
+            "batch_size", batch_size, "Give the samples of a loader batch."
+        )
+    if steps is not None:
+        require_count(
+            "steps_per_epoch", steps, "Leave it out for one pass per epoch."
+        )
+    if not isinstance(shuffle, (bool, np.bool_)):
+        raise TypeError(
+            "shuffle must be True or False. Received: "
+            f"shuffle={shuffle!r}. Use True to shuffle samples before they "
+            "are batched."
+        )

@@ -1,0 +1,219 @@
+"""Runs windows whose micro-batches arrive one by one, inside `Model.fit`."""
+
+import functools
+
+import numpy as np
+
+from accumtrainer.keras_api import keras, ops
+from accumtrainer.steps.step import Report, Step, _Layout
+
+
+class BatchwiseProgram:
+    """A window program that keeps the losses `Model.fit` reads current.
+
+    At the end of an epoch `fit` reads the model's metrics, of which the first
+    is its loss, and those after it the losses of several outputs.
+
+    Args:
+        program: `WindowProgram`, built.
+        model: compiled `keras.Model`.
+    """
+
+    measures_gradients = False
+
+    def __init__(self, program, model):
+        self._program = program
+        names = ["loss", *program.loss_names]
+        self._trackers = {
+            name: _find_mean(model.metrics, name) for name in names
+        }
+
+    @property
+    def variables(self):
+        """Every variable a window may change, each once."""
+        return self._program.variables
+
+    def needs_totals(self, is_even):
+        """See `WindowProgram.needs_totals`."""
+        return self._program.needs_totals(is_even)
+
+    def looks_ahead(self, micro_batches):
+        """See `WindowProgram.looks_ahead`."""
+        return self._program.looks_ahead(micro_batches)
+
+    def measure_weights(self, batch, index, micro_batches):
+        """See `WindowProgram.measure_weights`."""
+        return self._program.measure_weights(batch, index, micro_batches)
+
+    def run_micro_batch(
+        self, batch, index, micro_batches, totals, is_even, ahead=None
+    ):
+        """See `WindowProgram.run_micro_batch`."""
+        return self._program.run_micro_batch(
+            batch, index, micro_batches, totals, is_even, ahead
+        )
+
+    def add(self, batch, index, micro_batches):
+        """Consume one micro-batch and say how the epoch stands.
+
+        Args:
+            batch: `Batch` of tensors `[m, ...]`.
+            index: scalar tensor, int32.
+            micro_batches: scalar tensor, int32, k.
+
+        Returns:
+            Dict with the scalar tensors of the epoch so far, this window
+            included, under `"running"`.
+        """
+        self.run_micro_batch(batch, index, micro_batches, None, True)
+        return self._show(
+            {"running": self._program.running_logs_with(index + 1)}
+        )
+
+    def apply(self, micro_batches, is_even):
+        """See `WindowProgram.apply`."""
+        return self._show(self._program.apply(micro_batches, is_even))
+
+    def run_window(self, stacked):
+        """See `WindowProgram.run_window`."""
+        return self._show(self._program.run_window(stacked))
+
+    def _show(self, report):
+        for name, tracker in self._trackers.items():
+            if tracker is not None:
+                value = report["running"][name]
+                tracker.total.assign(ops.cast(value, tracker.total.dtype))
+                tracker.count.assign(ops.ones_like(tracker.count.value))
+        return report
+
+
+def _find_mean(metrics, name):
+    return next(
+        (
+            metric
+            for metric in metrics
+            if metric.name == name and isinstance(metric, keras.metrics.Mean)
+        ),
+        None,
+    )
+
+
+class BatchwiseStep:
+    """Consumes micro-batches as they come, and windows that are whole.
+
+    Args:
+        program: `BatchwiseProgram`.
+        backend: the backend's functions.
+        plan: `Plan`.
+    """
+
+    def __init__(self, program, backend, plan):
+        self._backend = backend
+        self._step = Step(program, backend, plan)
+        self._open = _Layout()
+        self._applied = _Layout()
+        self._constants = {}
+
+        def compiled(function):
+            return backend.compile(
+                function,
+                program,
+                jit_compile=plan.jit_compile,
+                moves_arrays=False,
+            )
+
+        self._add = compiled(
+            lambda *arguments: self._open.pack(program.add(*arguments))
+        )
+        self._apply = compiled(
+            lambda count: self._applied.pack(program.apply(count, True))
+        )
+
+    def run(self, window):
+        """Run a whole window.
+
+        Args:
+            window: `Window`.
+
+        Returns:
+            `Report`.
+        """
+        return self._step.run(window)
+
+    def add(self, batch, index, micro_batches):
+        """Run one micro-batch of a window.
+
+        Args:
+            batch: `Batch` of arrays `[m, ...]`.
+            index: int, its position in the window.
+            micro_batches: int, k.
+
+        Returns:
+            `Report` of the epoch so far, and of nothing else.
+        """
+        count = self._constant(micro_batches)
+        packed = self._add(batch, self._constant(index), count)
+        return Report(self._open, packed, [])
+
+    def apply(self, micro_batches):
+        """Apply the micro-batches that `add` has run.
+
+        Args:
+            micro_batches: int, how many.
+
+        Returns:
+            `Report`.
+        """
+        packed = self._apply(self._constant(micro_batches))
+        return Report(self._applied, packed, [])
+
+    def _constant(self, number):
+        if number not in self._constants:
+            array = np.asarray(number, "int32")
+            self._constants[number] = self._backend.constant(array)
+        return self._constants[number]
+
+
+def late_logs(report):
+    """Return the epoch so far as `Model.fit` wants it, to be read later.
+
+    A window's loss that is not finite is shown, although the running mean has
+    forgotten that window: `TerminateOnNaN` looks for it here.
+
+    Args:
+        report: `Report` of a window, or of an open one.
+
+    Returns:
+        Dict by name of what `float` turns into a number, waiting for the
+        device only then; of tensors where a metric is not a scalar.
+    """
+
+    @functools.cache
+    def read():
+        logs = dict(report.section("running"))
+        if report.has("window"):
+            loss = report.section("window")["loss"]
+            logs["loss"] = logs["loss"] if np.isfinite(loss) else loss
+        return logs
+
+    tensors = report.tensors("running")
+    return {
+        name: _LateNumber(read, name) if tensor is None else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+class _LateNumber:
+    """A number that is read when Keras asks for a float."""
+
+    __slots__ = ("_name", "_read")
+
+    def __init__(self, read, name):
+        self._read = read
+        self._name = name
+
+    def __float__(self):
+        return float(self._read()[self._name])
+
+    def __repr__(self):
+        return repr(float(self))

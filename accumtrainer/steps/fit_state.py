@@ -1,0 +1,139 @@
+"""Where `Model.fit` keeps the model's state while its train function runs.
+
+On TensorFlow it stays in the variables. On JAX `fit` takes the arrays out of
+the variables of model, optimizer and metrics when an epoch begins, and hands
+them from call to call: a train function is given them for good and returns the
+new ones. A callback that asks for the model has `fit` put them back first, and
+`fit` takes them out again before the next call.
+"""
+
+
+class FitState:
+    """State that stays in the variables."""
+
+    def make_train_function(self, run):
+        """Make what `fit` calls for every group of batches.
+
+        Args:
+            run: function from an iterator of batches to logs.
+
+        Returns:
+            Function that `fit` can call on this backend.
+        """
+        return run
+
+    def settle(self, program):
+        """Let a program go on from the state that `fit` has handed over."""
+
+    def leave(self):
+        """Make current what `fit` does not know of, between its epochs."""
+
+    def read(self, variable):
+        """Return a variable's value, wherever it is kept now."""
+        return variable.value
+
+
+class HandedState:
+    """State that `fit` hands over as arrays and takes back; see `FitState`.
+
+    Args:
+        backend: `JaxBackend`, which holds the arrays between calls.
+        model: compiled `keras.Model`.
+    """
+
+    def __init__(self, backend, model):
+        self._backend = backend
+        self._model = model
+        self._state = self._holder = None
+        self._is_settled = False
+
+    def make_train_function(self, run):
+        """See `FitState`."""
+
+        def train(state, iterator):
+            # One that is not the last returned was read from the variables.
+            if state is not self._state:
+                self._receive(state)
+            logs = run(iterator)
+            if self._is_settled:
+                self._state = self._collect()
+            return logs, self._state
+
+        return train
+
+    def _receive(self, state):
+        model = self._model
+        groups = (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            model.optimizer.variables,
+            model.metrics_variables,
+        )
+        self._state, self._is_settled = state, False
+        self._variables = [v for group in groups for v in group]
+        arrays = _distinct([array for group in state for array in group])
+        self._received = {}
+        for variable, array in zip(self._variables, arrays, strict=True):
+            self._received[id(variable)] = array
+            variable.assign(array)
+
+    def settle(self, program):
+        """See `FitState`."""
+        if self._is_settled:
+            return
+        self._holder = self._backend.hold(program, self._received)
+        places = {id(v): i for i, v in enumerate(self._holder.variables)}
+        found = iter([places.get(id(v)) for v in self._variables])
+        self._places = [[next(found) for _ in group] for group in self._state]
+        self._received, self._is_settled = {}, True
+
+    def _collect(self):
+        """Return the state as it is now, also what no program has changed."""
+        arrays = self._holder.arrays
+        return tuple(
+            [
+                old if place is None else arrays[place]
+                for old, place in zip(group, places, strict=True)
+            ]
+            for group, places in zip(self._state, self._places, strict=True)
+        )
+
+    def leave(self):
+        """See `FitState`."""
+        if self._holder is not None:
+            self._backend.let_go(self._holder, set(map(id, self._variables)))
+        self._state = self._holder = None
+        self._is_settled = False
+
+    def read(self, variable):
+        """See `FitState`."""
+        if self._holder is not None:
+            for known, array in zip(
+                self._holder.variables, self._holder.arrays, strict=True
+            ):
+                if known is variable:
+                    return array
+        return variable.value
+
+
+def _distinct(arrays):
+    """Copy an array that stands for two variables, as both are given away."""
+    seen = set()
+    distinct = []
+    for array in arrays:
+        distinct.append(array.copy() if id(array) in seen else array)
+        seen.add(id(array))
+    return distinct
+
+
+def make_fit_state(backend, model):
+    """Choose how `fit` keeps the state on the backend.
+
+    Args:
+        backend: the backend's functions.
+        model: compiled `keras.Model`.
+
+    Returns:
+        `FitState` or `HandedState`.
+    """
+    return HandedState(backend, model) if backend.name == "jax" else FitState()

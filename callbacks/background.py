@@ -1,0 +1,89 @@
+"""A thread that does one thing after the other, and never holds anyone up."""
+
+import queue
+import threading
+import time
+
+MOST_WAITING = 10_000
+"""Tasks that may wait; later ones are refused."""
+
+
+class Background:
+    """Run functions in a thread, in the order they were given.
+
+    What a function raises ends only that function.
+
+    Args:
+        name: str, the thread's name.
+        most_waiting: int, functions that may wait to be run.
+
+    Attributes:
+        failures: list of the exceptions raised so far.
+
+    Example:
+        >>> background = Background("letters")
+        >>> said = []
+        >>> background.do(said.append, "a")
+        True
+        >>> background.finish(10, said.append, "b"), said
+        (True, ['a', 'b'])
+    """
+
+    def __init__(self, name, most_waiting=MOST_WAITING):
+        self.failures = []
+        self._tasks = queue.Queue(most_waiting)
+        self._is_given_up = False
+        self._thread = threading.Thread(
+            target=self._run, name=name, daemon=True
+        )
+        self._thread.start()
+
+    def do(self, function, *arguments):
+        """Run a function soon; return `False` if too many are waiting."""
+        try:
+            self._tasks.put_nowait((function, arguments))
+        except queue.Full:
+            return False
+        return True
+
+    def wait(self, timeout_secs):
+        """Wait until everything given so far is done.
+
+        Returns:
+            bool, whether it was done in time.
+        """
+        is_done = threading.Event()
+        end = time.monotonic() + timeout_secs
+        while not self.do(is_done.set):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.05)
+        return is_done.wait(max(0.0, end - time.monotonic()))
+
+    def finish(self, timeout_secs, function, *arguments):
+        """Do what is left, one last thing after it, then end the thread.
+
+        Returns:
+            bool, whether it was done in time. Otherwise the function that
+            runs goes on to its end, and those that wait are forgotten.
+        """
+        end = time.monotonic() + timeout_secs
+        is_done = self.wait(timeout_secs) and self.do(function, *arguments)
+        is_done = is_done and self.wait(max(0.0, end - time.monotonic()))
+        self._is_given_up = True
+        self.do(_do_nothing)  # wakes the thread where it waits for a task
+        return is_done
+
+    def _run(self):
+        while not self._is_given_up:
+            function, arguments = self._tasks.get()
+            if self._is_given_up:
+                return
+            try:
+                function(*arguments)
+            except Exception as failure:
+                self.failures.append(failure)
+
+
+def _do_nothing():
+    pass

@@ -1,0 +1,234 @@
+"""Saves a run so that it can go on as if it had never stopped."""
+
+import os
+import signal
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+from accumtrainer import (
+    Callback,
+    CheckpointDirectory,
+    Every,
+    Progress,
+    Score,
+)
+
+LARGER_IS_BETTER = ("acc", "auc", "f1", "precision", "recall", "score", "iou")
+"""Parts of names of numbers that are good when they are large."""
+
+SAVES_ALWAYS = ("stop", "interruption", "error", "end")
+
+
+class Checkpoint(Callback):
+    """Save everything that training changes, in the background.
+
+    The state is copied to the host, then a thread writes it; at most one
+    writes at a time. A checkpoint is there whole or not at all. When training
+    ends, on errors between two updates, and at the signals named, a last one
+    is written before `fit` returns. `fit(resume_from="auto")` goes on from
+    the newest good one. A trial (`fast_dev_run`) writes nothing.
+
+    A checkpoint that could not be written leaves the older ones as they were.
+    The next one warns of it; the last one raises.
+
+    Args:
+        directory: where the checkpoints are, one directory each; made when
+            the first is written.
+        every: `Every`, how often; default every epoch.
+        keep: how many of the newest to keep, at least 1.
+        keep_best: name of a number in the logs, such as `"val_loss"`; the
+            checkpoint where it was best is kept too. A new best one is saved
+            at once.
+        mode: `"min"`, `"max"`, or `"auto"`: what is best. `"auto"` goes by
+            the name.
+        signals: names of signals at which training ends in good order: the
+            running update is finished, a checkpoint is written, and `fit`
+            raises `Preempted`. Ctrl-C is always treated so, and raises
+            `KeyboardInterrupt`.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: an argument breaks its rule.
+
+    Example:
+        >>> checkpoint = Checkpoint("runs/a", every=Every(500, "updates"))
+        >>> checkpoint.checkpoints.names()
+        []
+    """
+
+    looks_at_model = False
+    has_state = True
+
+    def __init__(
+        self,
+        directory,
+        every=None,
+        keep=3,
+        keep_best=None,
+        mode="auto",
+        signals=("SIGTERM",),
+    ):
+        super().__init__()
+        every = Every(1, "epochs") if every is None else every
+        _check(directory, every, keep, keep_best, mode, signals)
+        self.checkpoints = CheckpointDirectory(
+            directory, keep=keep, keep_best=keep_best is not None
+        )
+        self.every = every
+        self.signals = tuple(signals)
+        self._monitored = keep_best
+        self._mode = _mode(keep_best) if mode == "auto" else mode
+        self._best = None
+        self._score = None
+        self._is_new_best = False
+        self._since = None
+        self._saved_at = None
+        self._writer = None
+        self._writing = None
+        self._was_restored = False
+
+    @property
+    def last_saved(self):
+        """`Path` of the newest checkpoint written in full, or `None`."""
+        names = self.checkpoints.names()
+        return self.checkpoints.path / names[-1] if names else None
+
+    def on_train_begin(self, logs=None):
+        if not self._was_restored:
+            self._best = self._score = self._saved_at = None
+            self._since = self.trainer.progress
+        self._was_restored = False
+        self._is_new_best = False
+        if self.params.get("fast_dev_run", False):
+            return
+        self.checkpoints.clean()
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+
+    def on_validation_end(self, update, logs=None):
+        self._judge(logs)
+
+    def on_epoch_end(self, epoch, logs=None):
+        # Of a validation these logs may tell long after it was made.
+        if not (self._monitored or "").startswith("val_"):
+            self._judge(logs)
+
+    def on_safe_point(self, reason, logs=None):
+        if self._writer is None:
+            return
+        is_due = (
+            reason in SAVES_ALWAYS
+            or self._is_new_best
+            or self.trainer.is_due(self.every, self._since)
+        )
+        if is_due:
+            self._save()
+        if reason in SAVES_ALWAYS:
+            self._wait(is_last=True)
+
+    def on_train_end(self, logs=None):
+        if self._writer is None:
+            return
+        try:
+            self._wait(is_last=True)
+        finally:
+            self._writer.shutdown()
+            self._writer = None
+            self._was_restored = False
+
+    def get_state(self):
+        best = self._best
+        return {
+            "best": None if best is None else best.value,
+            "since": (self._since or Progress()).as_dict(),
+            "saved_at": self._saved_at,
+        }
+
+    def set_state(self, state):
+        best = state["best"]
+        self._best = None if best is None else self._score_of(best)
+        self._since = Progress.from_dict(state["since"])
+        self._saved_at = state["saved_at"]
+        self._was_restored = True
+
+    def _judge(self, logs):
+        """Note the number by which checkpoints are compared."""
+        value = (logs or {}).get(self._monitored)
+        if value is None:
+            return
+        self._score = self._score_of(value)
+        if self._best is None or self._score.is_better_than(self._best):
+            self._best, self._is_new_best = self._score, True
+
+    def _score_of(self, value):
+        return Score(name=self._monitored, value=float(value), mode=self._mode)
+
+    def _save(self):
+        progress = self.trainer.progress
+        moment = [progress.micro_batches, progress.epochs]
+        self._since = progress
+        if moment == self._saved_at:
+            return
+        self._saved_at = moment
+        self._wait(is_last=False)
+        score, self._score, self._is_new_best = self._score, None, False
+        self._writing = self._writer.submit(
+            self.checkpoints.write, self.trainer.snapshot(), score
+        )
+
+    def _wait(self, *, is_last):
+        """Wait for the write under way, and say how it ended."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        failure = writing.exception()
+        if failure is None:
+            return
+        if is_last:
+            self._saved_at = None
+            raise failure
+        warnings.warn(
+            f"The last checkpoint could not be written: {failure!r}. Older "
+            f"ones in {self.checkpoints.path} are as they were; training goes "
+            "on and tries again.",
+            stacklevel=2,
+        )
+
+
+def _mode(name):
+    is_larger_better = any(part in (name or "") for part in LARGER_IS_BETTER)
+    return "max" if is_larger_better else "min"
+
+
+def _check(directory, every, keep, keep_best, mode, signals):
+    if not isinstance(directory, str | os.PathLike) or directory == "auto":
+        raise TypeError(
+            "directory must be a path. Received: "
+            f"directory={directory!r}. Use for example 'runs/a'."
+        )
+    if not isinstance(every, Every):
+        raise TypeError(
+            "every must be an Every. Received: "
+            f"every={every!r}. Use for example Every(500, 'updates')."
+        )
+    is_whole = isinstance(keep, int) and not isinstance(keep, bool)
+    if not is_whole or keep < 1:
+        raise ValueError(
+            "keep must be a whole number of at least 1. Received: "
+            f"keep={keep!r}. Use 1 to keep the newest alone."
+        )
+    if not isinstance(keep_best, str | None):
+        raise TypeError(
+            "keep_best must be the name of a number in the logs, or None. "
+            f"Received: keep_best={keep_best!r}. Use for example 'val_loss'."
+        )
+    if mode not in ("auto", "min", "max"):
+        raise ValueError(
+            "mode must be one of 'auto', 'min', 'max'. Received: "
+            f"mode={mode!r}. Use 'max' for numbers that are good when large."
+        )
+    known = {s.name for s in signal.Signals}
+    if isinstance(signals, str) or not set(signals) <= known:
+        raise ValueError(
+            "signals must be a tuple of names of signals. Received: "
+            f"signals={signals!r}. Use for example ('SIGTERM', 'SIGUSR1')."
+        )

@@ -1,0 +1,115 @@
+"""A training told as plain values: what it was configured to be."""
+
+import dataclasses
+import inspect
+import platform
+from importlib import metadata
+
+from accumtrainer.keras_api import BACKEND, KERAS_NAME, keras, schedule_of
+
+LIBRARIES = ("tensorflow", "jax", "jaxlib", "numpy")
+
+
+def describe_training(trainer, params):
+    """List everything that a Trainer and a `fit` were configured with.
+
+    Args:
+        trainer: `Trainer`.
+        params: dict, the `params` of a callback.
+
+    Returns:
+        Dict of what JSON knows.
+    """
+    return as_plain(
+        {
+            "accumulation": trainer.accumulation,
+            "loss_scale": trainer.loss_scale,
+            "optimizer": _describe_optimizer(trainer.optimizer),
+            "schedule": _describe_schedule(schedule_of(trainer.optimizer)),
+            "model": _describe_model(trainer.model),
+            "fit": {k: params.get(k) for k in ("epochs", "steps")},
+            "trainer": type(trainer).__name__,
+            "plan": str(trainer.plan),
+            "backend": BACKEND,
+            "versions": _versions(),
+        }
+    )
+
+
+def as_plain(value):
+    """Turn options of any kind into what JSON knows."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: as_plain(getattr(value, name)) for name in names}
+    if isinstance(value, dict):
+        return {str(key): as_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__name__)
+    return str(value)
+
+
+def _describe_optimizer(optimizer):
+    """Read the arguments of an optimizer, by the names of its constructor.
+
+    Not by `get_config`, which imports TensorFlow where there is a schedule.
+    """
+    names = []
+    for cls in (keras.optimizers.Optimizer, type(optimizer)):
+        names += inspect.signature(cls.__init__).parameters
+    values = {name: getattr(optimizer, name, None) for name in names}
+    for name in ("self", "args", "kwargs"):
+        values.pop(name, None)
+    has_schedule = schedule_of(optimizer) is not None
+    rate = None if has_schedule else float(optimizer.learning_rate)
+    return {
+        "class_name": type(optimizer).__name__,
+        **values,
+        "learning_rate": rate,
+    }
+
+
+def _describe_schedule(schedule):
+    if schedule is None:
+        return None
+    return {"class_name": type(schedule).__name__} | schedule.get_config()
+
+
+def _describe_model(model):
+    def count(variables):
+        return sum(_size(variable) for variable in variables)
+
+    lines = []
+    model.summary(print_fn=lambda line, **_: lines.append(line))
+    return {
+        "name": model.name,
+        "class_name": type(model).__name__,
+        "parameters": count(model.weights),
+        "trainable_parameters": count(model.trainable_weights),
+        "dtype_policy": keras.config.dtype_policy().name,
+        "summary": "\n".join(lines),
+    }
+
+
+def _size(variable):
+    size = 1
+    for length in variable.shape:
+        size *= length
+    return size
+
+
+def _versions():
+    versions = {
+        "accumtrainer": metadata.version("accumtrainer"),
+        "python": platform.python_version(),
+        KERAS_NAME: keras.__version__,
+    }
+    for name in LIBRARIES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,123 @@
+"""Gradient accumulation inside plain `Model.fit`."""
+
+from accumtrainer import Accumulation, Callback, FitAccumulator, Progress
+
+
+class GradientAccumulation(Callback):
+    """Make one update of several of the batches that `fit` trains on.
+
+    Every batch of `fit` is a micro-batch; `steps` of them make an update, the
+    one that all their samples in one batch would make. What is left when an
+    epoch ends makes a smaller update. Learning-rate schedules, moving averages
+    and `optimizer.iterations` move once per update. With
+    `compile(steps_per_execution=steps)` an update is one compiled call.
+
+    Callbacks beside it see the batches of `fit` as always; between them the
+    weights change once per update. Where an epoch ends amid a window because
+    another callback has stopped training, those listed before this one see
+    the end of the epoch without that window's update.
+
+    A model whose `compute_loss` is overridden needs `denominator`, as a bare
+    scalar does not say what it was averaged over. An overridden `train_step`
+    is refused, and so is training on several devices.
+
+    Args:
+        steps: batches per update, as for `Accumulation`: a number, a dict
+            `{first_epoch: steps}` or a function of the updates made.
+        combine: `"exact"` gives the gradient of the window as one batch;
+            `"mean"` the plain mean of micro-batch gradients; `"sum"` their
+            sum.
+        denominator: what a bare scalar loss was averaged over: `"samples"`,
+            or a function from a `Batch` to a scalar. Default: unknown.
+        loss_scale: `"auto"` (on iff a layer computes in float16),
+            `LossScale`, or `None` for off.
+        max_consecutive_skips: int, windows in a row that may have gradients
+            that are not finite; `None` for any number.
+
+    Example:
+        >>> import keras
+        >>> import numpy as np
+        >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> accumulation = GradientAccumulation(steps=4)
+        >>> x, y = np.ones([10, 2]), np.ones([10, 1])
+        >>> history = model.fit(
+        ...     x, y, batch_size=1, callbacks=[accumulation], verbose=0
+        ... )
+        >>> accumulation.progress.updates
+        3
+    """
+
+    has_state = False  # A later fit goes on from the optimizer's state.
+
+    def __init__(
+        self,
+        steps,
+        *,
+        combine="exact",
+        denominator=None,
+        loss_scale="auto",
+        max_consecutive_skips=100,
+    ):
+        super().__init__()
+        if steps is None:
+            raise ValueError(
+                "steps must say how many batches make an update. Received: "
+                "steps=None. Use for example GradientAccumulation(steps=8)."
+            )
+        self._accumulation = Accumulation(steps=steps, combine=combine)
+        self._options = {
+            "denominator": denominator,
+            "loss_scale": loss_scale,
+            "max_consecutive_skips": max_consecutive_skips,
+        }
+        self._accumulator = None
+        self._is_training = False
+
+    @property
+    def progress(self):
+        """A copy of the counters of the model's training by this callback."""
+        if self._accumulator is None:
+            return Progress()
+        return self._accumulator.progress
+
+    def set_trainer(self, trainer):
+        """Refuse a Trainer, which accumulates by itself.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "GradientAccumulation must be given to keras.Model.fit. Received: "
+            "it among the callbacks of a Trainer, which accumulates by itself. "
+            "Use Trainer(accumulation=...) instead."
+        )
+
+    def on_train_begin(self, logs=None):
+        """Take over what `fit` calls for every batch."""
+        model = self.model
+        if self._accumulator is None or not self._accumulator.serves(model):
+            self._accumulator = FitAccumulator(
+                model, self._accumulation, **self._options
+            )
+        self._accumulator.install(self.params["steps"])
+        self._is_training = True
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Begin an epoch's running means."""
+        self._accumulator.start_epoch(epoch)
+
+    def on_test_begin(self, logs=None):
+        """Make the last update before a validation, if one is open."""
+        if self._is_training:
+            self._accumulator.finish_window()
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Make the last update of the epoch, if one is open."""
+        self._accumulator.end_epoch()
+
+    def on_train_end(self, logs=None):
+        """Leave the model as it was, but trained."""
+        if self._is_training:
+            self._accumulator.uninstall()
+        self._is_training = False

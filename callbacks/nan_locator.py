@@ -1,0 +1,159 @@
+"""Finds out where a window stopped being finite."""
+
+import os
+import pathlib
+import warnings
+
+from accumtrainer import Callback
+
+
+class NaNLocator(Callback):
+    """Report what was first not finite in a window that was skipped.
+
+    Such a window is run again at once, micro-batch by micro-batch and
+    operation by operation, with the weights it had: see `Trainer.inspect`.
+    The report says which micro-batch, and in it which input, which layer's
+    output, which loss or which variable's gradient came first. A warning
+    names the file.
+
+    A loss scale that was only too high is no reason for a report: that is how
+    a good one is found. After `most_reports` reports the callback has nothing
+    more to do, and costs nothing.
+
+    Until then it learns before each update whether the last one was skipped,
+    when the data of the next is there already. So the host waits for the
+    device once per update, but no longer prepares the updates to come
+    meanwhile; with `stop=True` it waits right after each update.
+
+    Args:
+        directory: where to write the reports, one text file each.
+        stop: whether to stop training at the first report.
+        most_reports: int, reports to write in one training.
+
+    Raises:
+        ValueError: `most_reports` is not above 0.
+
+    Example:
+        >>> locator = NaNLocator("reports", stop=True)
+        >>> locator.reports
+        []
+
+    Attributes:
+        reports: list of the reports written so far, paths.
+    """
+
+    has_state = True
+    looks_at_model = False
+
+    def __init__(self, directory, *, stop=False, most_reports=3):
+        super().__init__()
+        if not isinstance(directory, str | os.PathLike):
+            raise TypeError(
+                "directory must be a path. Received: "
+                f"directory={directory!r}. Use for example 'reports'."
+            )
+        is_whole = type(most_reports) is int
+        if not is_whole or most_reports < 1:
+            raise ValueError(
+                "most_reports must be a whole number of at least 1. Received: "
+                f"most_reports={most_reports!r}. Leave the callback out to get "
+                "none."
+            )
+        self.directory = pathlib.Path(directory)
+        self.stop = stop
+        self.most_reports = most_reports
+        self.reports = []
+        self._unchecked = None
+        self._seen = None
+        self._is_open = False
+        self._left = 0
+        self._epoch = 0
+
+    def on_train_begin(self, logs=None):
+        self._unchecked = None
+        self._seen = self.trainer.last_window
+        self._left = self.most_reports
+        self._is_open = not self.params.get("fast_dev_run", False)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self._check()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._look()
+        if self.stop:
+            self._check()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._check()
+
+    def on_train_end(self, logs=None):
+        # No hook tells of a window with which training ended in an error.
+        if self.trainer.last_window is not self._seen:
+            self._look()
+        self._check()
+        self._is_open = False
+
+    def get_state(self):
+        return {"reports": [str(path) for path in self.reports]}
+
+    def set_state(self, state):
+        self.reports = [pathlib.Path(path) for path in state["reports"]]
+
+    def _look(self):
+        """Remember the last window, to be checked when that costs nothing."""
+        self._seen = self.trainer.last_window
+        if self._is_open and self._left:
+            self._unchecked = self.trainer.window_logs
+
+    def _check(self):
+        logs, self._unchecked = self._unchecked, None
+        if logs is None or logs["applied"]:
+            return
+        inspection = self.trainer.inspect()
+        if inspection.scale_overflows:
+            return
+        self._left -= 1
+        self._report(logs, inspection)
+        if self.stop:
+            self.trainer.model.stop_training = True
+
+    def _report(self, logs, inspection):
+        updates, skipped = logs["updates"], logs["skipped_updates"]
+        path = self.directory / f"after_update_{updates}_skip_{skipped}.txt"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            path.write_text(_describe(logs, self._epoch, inspection), "utf-8")
+        except OSError as error:
+            more = f"The report could not be written: {error}."
+        else:
+            self.reports.append(path)
+            more = f"See {path}."
+        warnings.warn(
+            f"The window after update {updates} was not finite and has been "
+            f"skipped. {inspection.verdict} {more}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _describe(logs, epoch, inspection):
+    numbers = {name: logs[name] for name in logs if name != "applied"}
+    rows = [f"  {name:<22}{value:g}" for name, value in numbers.items()]
+    return "\n".join(
+        [
+            f"The window after update {logs['updates']}, in epoch {epoch}, "
+            "was not finite and has been skipped.",
+            "",
+            str(inspection),
+            "",
+            "What was logged of it:",
+            *rows,
+            "",
+            "It was run again by itself, with the weights it had. Layers "
+            "that draw, such as dropout, drew anew.",
+            "",
+        ]
+    )

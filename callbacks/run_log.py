@@ -1,0 +1,187 @@
+"""A log of a training as lines of JSON, for people without W&B."""
+
+import json
+import math
+import os
+import warnings
+from pathlib import Path
+
+from accumtrainer import Logger
+
+UNWRITABLE = (
+    "path must name a file that can be written. Received: path={path!r} "
+    "({reason}). Give a file in a folder of yours; missing folders are made."
+)
+
+FAILED = (
+    "{path} could not be written ({reason}). Training goes on; points are "
+    "missing from the file until writing works again."
+)
+
+
+class RunLog(Logger):
+    """Write every point of a training into a file, one line of JSON each.
+
+    A line holds `updates` and the numbers of the point. It is on disk before
+    training goes on. Numbers that are not finite are written as `null`, since
+    JSON has no others. A file that exists is appended to; after a resume,
+    points that are in it already are not repeated. The end of a line that a
+    crash cut off is removed.
+
+    If a point cannot be written, because the disk is full for example, a
+    warning says so once and training goes on.
+
+    Args:
+        path: where to write; missing folders are made.
+        every: `Every`, how often; default every 10 updates.
+
+    Raises:
+        TypeError: `every` is no `Every`.
+        ValueError: the file cannot be written; raised when training begins.
+
+    Example:
+        >>> from accumtrainer import Every
+        >>> run_log = RunLog("runs/a.jsonl", every=Every(100, "updates"))
+        >>> run_log.path.name
+        'a.jsonl'
+    """
+
+    def __init__(self, path, every=None):
+        super().__init__(every)
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(
+                "path must be a path. Received: "
+                f"path={path!r}. Use for example 'runs/a.jsonl'."
+            )
+        self.path = Path(path)
+        self._file = None
+        self._size = 0
+        self._has_warned = False
+        self._present = _Present()
+
+    def open(self):
+        self._has_warned = False
+        self._present = _Present()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "ab", buffering=0)
+            self._size = _repair(self.path)
+        except OSError as error:
+            self.close()
+            raise ValueError(
+                UNWRITABLE.format(
+                    path=str(self.path), reason=error.strerror or error
+                )
+            ) from error
+
+    def write(self, updates, numbers):
+        if self._present.has(updates, numbers):
+            return
+        line = json.dumps(_strict({"updates": updates} | numbers)) + "\n"
+        try:
+            self._append(line.encode())
+        except OSError as error:
+            self._warn_once(error)
+
+    def close(self):
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def set_state(self, state):
+        super().set_state(state)
+        if self._file is not None:
+            self._present = _Present.of_file(self.path)
+
+    def _append(self, line):
+        """Write a whole line, or nothing."""
+        try:
+            written = self._file.write(line)
+            if written < len(line):
+                self._file.write(line[written:])
+        except OSError:
+            _truncate(self.path, self._size)
+            raise
+        self._size += len(line)
+
+    def _warn_once(self, error):
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                FAILED.format(path=self.path, reason=error.strerror or error),
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+class _Present:
+    """The points that a file holds already, after a resume.
+
+    Points come in the same order again, so all before the last one of the
+    file are in it. At the last one's update there may be several, of training
+    and of validation, which have no name in common.
+    """
+
+    def __init__(self, updates=-1, names=()):
+        self._updates = updates
+        self._names = set(names) - {"updates", "epoch"}
+
+    @classmethod
+    def of_file(cls, path):
+        """Look for the last points of a file."""
+        updates, names = -1, set()
+        for line in path.read_text(encoding="utf-8").splitlines():
+            point = _parse(line)
+            if point.get("updates", -1) > updates:
+                updates, names = point["updates"], set()
+            if point.get("updates") == updates:
+                names |= set(point)
+        return cls(updates, names)
+
+    def has(self, updates, numbers):
+        """Say whether a point is in the file."""
+        if updates != self._updates:
+            return updates < self._updates
+        return bool(self._names & set(numbers))
+
+
+def _strict(value):
+    """Turn what a point may hold into what JSON knows."""
+    if isinstance(value, dict):
+        return {str(name): _strict(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    is_known = value is None or isinstance(value, bool | int | str)
+    return value if is_known else str(value)
+
+
+def _repair(path):
+    """Make a file end with a whole line; return its size in bytes."""
+    if not path.is_file():
+        return 0  # a device or a pipe
+    content = path.read_bytes()
+    whole, end, rest = content.rpartition(b"\n")
+    if _parse(rest):
+        with open(path, "ab") as file:
+            file.write(b"\n")
+        return len(content) + 1
+    size = len(whole + end)
+    if rest:
+        _truncate(path, size)
+    return size
+
+
+def _parse(line):
+    """Read a point, or an empty dict where there is none."""
+    try:
+        point = json.loads(line)
+    except ValueError:
+        return {}
+    return point if isinstance(point, dict) else {}
+
+
+def _truncate(path, size):
+    if path.is_file():
+        os.truncate(path, size)

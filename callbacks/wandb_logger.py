@@ -1,0 +1,413 @@
+"""A logger that sends points to Weights & Biases."""
+
+import inspect
+import os
+import secrets
+import sys
+import warnings
+
+import numpy as np
+
+from accumtrainer import Every, Logger
+from accumtrainer.callbacks.background import Background
+from accumtrainer.callbacks.description import describe_training
+from accumtrainer.callbacks.keep_gradients import KeepGradients
+from accumtrainer.callbacks.wandb_run import WandbRun, import_wandb
+from accumtrainer.keras_api import keras
+
+WATCHED = (None, "weights", "gradients", "all")
+
+LOWER_IS_BETTER = ("loss", "error", "mse", "mae", "mape", "msle", "perplexity")
+HIGHER_IS_BETTER = ("accuracy", "acc", "auc", "precision", "recall", "f1_score")
+
+START_SECS = 10.0
+TYPING_SECS = 60.0
+"""How long a person may take to type an API key."""
+
+UNREACHABLE = (
+    "W&B could not be reached ({reason}). Training goes on, and the run is "
+    "kept in {folder}. Upload it with: wandb sync --id {run_id} {folder}"
+)
+REFUSED = "W&B did not take everything ({reason}). Training goes on."
+TOO_SLOW = (
+    "W&B takes points more slowly than they come, and some were left out. "
+    "Training goes on. A larger `every` makes fewer points."
+)
+UNFINISHED = (
+    "W&B did not finish within close_secs={secs:g} seconds. Its own folder "
+    "holds what it has taken; see: wandb sync --help"
+)
+ANOTHER_RUN = (
+    "run must be the one that was logged to before the checkpoint was made. "
+    "Received: run {received!r} where the checkpoint has {expected!r}. Leave "
+    "run and id out to continue that run, or start without the checkpoint."
+)
+
+
+class WandbLogger(Logger):
+    """Send points to W&B; training never waits for it.
+
+    Points are handed to a thread of their own. The x-axis of every chart is
+    `updates`. The run's config holds what was configured: accumulation, loss
+    scale, optimizer, schedule, model, plan, backend and versions; keys that
+    the user has set stay. The summary holds the last value of every number,
+    and of validation the best, as `best_val_loss` for example, with the
+    update it was at; of a metric whose name does not say which way is better
+    only if `best` says so.
+
+    If W&B cannot be reached, the run is kept on disk, ready for `wandb sync`.
+    If it is slow or fails, points are left out. Either is one warning, and
+    training goes on. Errors of the user, a wrong API key among them, are
+    raised before the first update.
+
+    A run that was started here is finished when training ends; a second
+    `fit` continues it. A run that was handed in, or was active already, is
+    left running. After a resume the same run goes on, and points that it has
+    already are not sent again.
+
+    Needs W&B: `pip install 'accumtrainer[wandb]'`.
+
+    Args:
+        project: name of the project; default W&B's own.
+        run: a run to log to, instead of one that is started here.
+        every: `Every`, how often to send a point; default every 10 updates.
+        watch: `"weights"`, `"gradients"` or `"all"` sends histograms of them
+            too; gradients of a `KeepGradients` trainer.
+        watch_every: `Every`, how often to send histograms; default every 100
+            updates.
+        best: dict from names of validation metrics to `"min"` or `"max"`.
+        log_checkpoints: a callback with `last_saved`, the directory it saved
+            last; each is sent as an artifact.
+        close_secs: seconds that W&B may take to finish when training ends.
+        **init_options: what else `wandb.init` takes.
+
+    Raises:
+        TypeError: an option is of the wrong kind, or `wandb.init` has none of
+            this name; the latter is raised when training begins.
+        ValueError: options contradict each other.
+        ImportError: W&B is not installed; raised when training begins.
+
+    Example:
+        >>> logger = WandbLogger("digits", mode="offline", tags=["first"])
+        >>> logger.every
+        Every(n=10, unit='updates')
+    """
+
+    def __init__(
+        self,
+        project=None,
+        *,
+        run=None,
+        every=None,
+        watch=None,
+        watch_every=None,
+        best=None,
+        log_checkpoints=None,
+        close_secs=60.0,
+        **init_options,
+    ):
+        super().__init__(every)
+        _check_options(run, project, init_options, watch, watch_every, best)
+        if project is not None:
+            init_options["project"] = project
+        self.watch = watch
+        self.watch_every = watch_every or Every(100, "updates")
+        self.close_secs = close_secs
+        # Weights are read in a hook, gradients too.
+        self.looks_at_model = watch is not None
+        self._given_run = run
+        self._options = init_options
+        self._best = _Best(best or {})
+        self._checkpoints = log_checkpoints
+        self._uploaded = None
+        self._run_id = None
+        self._last_updates = -1
+        self._is_resumed = False
+        self._wandb = None
+        self._background = None
+        self._has_warned = False
+
+    @property
+    def run(self):
+        """The `wandb.Run`; `None` before W&B has answered."""
+        return self._wandb.run if self._wandb else self._given_run
+
+    # What every logger does.
+
+    def open(self):
+        wandb = import_wandb()
+        _check_init_options(wandb, self._options)
+        self._check_watch()
+        self._outer_error = sys.exc_info()[1]
+        self._has_warned = self._is_resumed = False
+        self._watched = self.trainer.progress
+        self._uploaded = self._last_saved()
+        if self._watched.updates < self._last_updates:
+            self._run_id, self._last_updates = None, -1  # another training
+
+    def on_epoch_begin(self, epoch, logs=None):
+        super().on_epoch_begin(epoch, logs)
+        # Not earlier: a resume says in between which run it is.
+        if self._is_open and self._background is None:
+            self._start()
+
+    def on_train_batch_end(self, batch, logs=None):
+        super().on_train_batch_end(batch, logs)
+        if self._is_open and self.watch is not None:
+            self._watch_if_due()
+
+    def write(self, updates, numbers):
+        self._last_updates = updates
+        row = {"updates": updates} | numbers
+        self._send(self._wandb.log, row, self._best.update(row))
+        if self._last_saved() != self._uploaded:
+            self._uploaded = self._last_saved()
+            self.upload(self._uploaded)
+        self._warn_of_failures()
+
+    def close(self):
+        background, self._background = self._background, None
+        if background is None:
+            return
+        if self._last_saved() != self._uploaded:
+            background.do(
+                self._wandb.log_directory,
+                self._last_saved(),
+                self._last_updates,
+            )
+        has_failed = sys.exc_info()[1] is not self._outer_error
+        is_finished = background.finish(
+            self.close_secs, self._wandb.finish, int(has_failed)
+        )
+        self._warn_of_failures(background)
+        if not is_finished:
+            self._warn_once(UNFINISHED.format(secs=self.close_secs))
+
+    def get_state(self):
+        state = {
+            "run_id": self._run_id,
+            "last_updates": self._last_updates,
+            "best": self._best.values,
+        }
+        return super().get_state() | state
+
+    def set_state(self, state):
+        super().set_state(state)
+        run_id = state["run_id"]
+        if run_id is not None:
+            self._check_same_run(run_id)
+        self._run_id = run_id
+        self._last_updates = state["last_updates"]
+        self._best.values = dict(state["best"])
+        self._is_resumed = True
+
+    # What this one does besides.
+
+    def upload(self, directory):
+        """Send a directory as an artifact, of type "model".
+
+        Args:
+            directory: path; what lies there must stay until it is sent.
+
+        Raises:
+            RuntimeError: no training is running.
+        """
+        if self._background is None:
+            raise RuntimeError(
+                "upload must be called while training runs. Received: "
+                f"directory={str(directory)!r} outside of it. Use the W&B run "
+                "itself there."
+            )
+        self._send(self._wandb.log_directory, directory, self._last_updates)
+
+    def _start(self):
+        is_continued = self._run_id is not None
+        options = self._init_options()
+        self._wandb = WandbRun(self._given_run, options)
+        self._background = Background("accumtrainer-wandb")
+        config = describe_training(self.trainer, self.params)
+        config["every"] = str(self.every)
+        self._background.do(self._begin_run, config, is_continued)
+        is_typing = self._given_run is None and _is_at_a_terminal()
+        self._background.wait(TYPING_SECS if is_typing else START_SECS)
+        if self._background.failures:
+            failure = self._background.failures.pop()
+            self._background.finish(self.close_secs, self._wandb.finish, 1)
+            self._background = None
+            raise failure
+        self._warn_of_failures()
+
+    def _begin_run(self, config, is_continued):
+        """Start the run; called in the thread."""
+        self._wandb.start(
+            config, is_continued=is_continued, is_resumed=self._is_resumed
+        )
+        if self._wandb.trouble is not None:
+            return  # A resume shall try to reach the run it should have been.
+        if self._is_resumed and self._run_id is not None:
+            _check_id(self._wandb.run.id, self._run_id)
+        self._run_id = self._wandb.run.id
+
+    def _init_options(self):
+        wandb = import_wandb()
+        options = dict(self._options)
+        settings = options.get("settings") or {}
+        if isinstance(settings, dict) and "finish_timeout" in vars(
+            wandb.Settings()
+        ):
+            limit = {"finish_timeout": self.close_secs}
+            options["settings"] = limit | settings
+        if self._run_id is not None:
+            return options | {"id": self._run_id, "resume": "allow"}
+        is_known = "id" in options or "WANDB_RUN_ID" in os.environ
+        if not is_known and wandb.run is None:
+            # Known at once, for a checkpoint made before W&B has answered.
+            self._run_id = options["id"] = secrets.token_hex(4)
+        return options
+
+    def _check_same_run(self, expected):
+        """Refuse a run of the user's that is not the one to continue."""
+        given = self._options.get("id")
+        if self._given_run is not None:
+            given = self._given_run.id
+        if given is not None:
+            _check_id(given, expected)
+
+    def _check_watch(self):
+        needs_gradients = self.watch in ("gradients", "all")
+        if needs_gradients and not isinstance(self.trainer, KeepGradients):
+            raise ValueError(
+                "watch must be 'weights' unless the Trainer keeps its "
+                f"gradients. Received: watch={self.watch!r} with a "
+                f"{type(self.trainer).__name__}. Derive it from "
+                "accumtrainer.callbacks.KeepGradients, or use 'weights'."
+            )
+
+    def _last_saved(self):
+        return self._checkpoints.last_saved if self._checkpoints else None
+
+    def _watch_if_due(self):
+        if not self.trainer.is_due(self.watch_every, self._watched):
+            return
+        self._watched = self.trainer.progress
+        arrays = {}
+        if self.watch in ("weights", "all"):
+            for variable in self.trainer.model.trainable_variables:
+                arrays[f"weights/{variable.path}"] = _finite(variable)
+        if self.watch in ("gradients", "all"):
+            for path, variable in self.trainer.kept_gradients.items():
+                arrays[f"gradients/{path}"] = _finite(variable)
+        self._send(self._wandb.log_histograms, self._watched.updates, arrays)
+
+    def _send(self, function, *arguments):
+        if not self._background.do(function, *arguments):
+            self._warn_once(TOO_SLOW)
+
+    def _warn_of_failures(self, background=None):
+        background = background or self._background
+        if self._wandb.trouble is not None:
+            self._warn_once(
+                UNREACHABLE.format(
+                    reason=self._wandb.trouble,
+                    folder=self._wandb.folder,
+                    run_id=self._run_id or self._wandb.run.id,
+                )
+            )
+        elif background.failures:
+            failure = background.failures[0]
+            reason = str(failure) or type(failure).__name__
+            self._warn_once(REFUSED.format(reason=reason))
+
+    def _warn_once(self, message):
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+class _Best:
+    """The best value of each number of validation, and where it was.
+
+    Args:
+        directions: dict from names to `"min"` or `"max"`, before guessing.
+    """
+
+    def __init__(self, directions):
+        self._directions = directions
+        self.values = {}
+
+    def update(self, row):
+        """Look at a point; return what is new, by name in the summary."""
+        new = {}
+        for name, value in row.items():
+            sign = self._sign(name)
+            if sign and isinstance(value, int | float) and np.isfinite(value):
+                best = self.values.get(name)
+                if best is None or sign * value < sign * best:
+                    self.values[name] = value
+                    new[f"best_{name}"] = value
+                    new[f"best_{name}_updates"] = row["updates"]
+        return new
+
+    def _sign(self, name):
+        """Return 1 if lower is better, -1 if higher is, 0 if unknown."""
+        if name in self._directions:
+            return 1 if self._directions[name] == "min" else -1
+        if not name.startswith("val_"):
+            return 0
+        if name.endswith(LOWER_IS_BETTER):
+            return 1
+        return -1 if name.endswith(HIGHER_IS_BETTER) else 0
+
+
+def _is_at_a_terminal():
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def _finite(variable):
+    """Copy the finite values of a variable."""
+    values = np.array(keras.ops.convert_to_numpy(variable), dtype="float32")
+    return values[np.isfinite(values)]
+
+
+def _check_id(received, expected):
+    if received != expected:
+        raise ValueError(
+            ANOTHER_RUN.format(received=received, expected=expected)
+        )
+
+
+def _check_options(run, project, init_options, watch, watch_every, best):
+    if run is not None and (project is not None or init_options):
+        given = ["project"] if project is not None else []
+        raise ValueError(
+            "run must be given without project and options of wandb.init, "
+            "which would be ignored. Received: run and "
+            f"{', '.join([*given, *init_options])}. Give them to wandb.init."
+        )
+    if watch not in WATCHED:
+        raise ValueError(
+            f"watch must be one of {WATCHED}. Received: watch={watch!r}. Use "
+            "'weights' for histograms of the weights."
+        )
+    if watch_every is not None and not isinstance(watch_every, Every):
+        raise TypeError(
+            "watch_every must be an Every. Received: "
+            f"watch_every={watch_every!r}. Use Every(100, 'updates')."
+        )
+    wrong = {k: v for k, v in (best or {}).items() if v not in ("min", "max")}
+    if wrong:
+        raise ValueError(
+            "best must map names to 'min' or 'max'. Received: "
+            f"best={wrong!r}. Write for example {{'val_bleu': 'max'}}."
+        )
+
+
+def _check_init_options(wandb, options):
+    known = inspect.signature(wandb.init).parameters
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise TypeError(
+            "WandbLogger must get its own options and those of wandb.init. "
+            f"Received: {', '.join(unknown)}. wandb.init has "
+            f"{', '.join(known)}."
+        )

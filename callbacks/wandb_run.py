@@ -1,0 +1,193 @@
+"""The W&B side of a training: one run, used by one thread."""
+
+import json
+import secrets
+from pathlib import Path
+
+MARKER = "accumtrainer.json"
+"""File beside an offline run: what was sent last."""
+
+SAME_EVERYWHERE = {"epoch", "learning_rate", "loss_scale", "skipped_updates"}
+"""Names that do not tell one point at an update from another."""
+
+
+def import_wandb():
+    """Import W&B where it is used.
+
+    Raises:
+        ImportError: it is not installed; the message names the extra.
+    """
+    try:
+        import wandb
+    except ImportError as error:
+        raise ImportError(
+            "WandbLogger needs W&B, which is not installed. "
+            "Run: pip install 'accumtrainer[wandb]'"
+        ) from error
+    return wandb
+
+
+class WandbRun:
+    """Start, feed and finish one run.
+
+    Every method may wait for W&B and may raise what W&B raises; they are
+    called in a thread of their own.
+
+    Args:
+        run: a run of the user's, or `None` to start one.
+        options: dict of arguments of `wandb.init`.
+
+    Attributes:
+        run: the run, `None` before there is one.
+        trouble: why the run is kept on disk instead of sent, or `None`.
+    """
+
+    def __init__(self, run, options):
+        self.run = run
+        self.trouble = None
+        self._is_ours = run is None
+        self._options = options
+        self._sent_before = {"updates": -1}
+        self._marked = {"updates": -1}
+        self._marker, self._marker_bytes = None, 0
+
+    def start(self, config, *, is_continued, is_resumed):
+        """Start the run, and say in its config what is trained.
+
+        Args:
+            config: dict of what JSON knows. What the user wrote into the
+                config stays.
+            is_continued: whether the run has been written to before.
+            is_resumed: whether points may come again that were sent before.
+        """
+        if self.run is None:
+            self.run = self._init()
+        theirs = set(self._options.get("config") or {})
+        if not is_continued:
+            theirs |= set(self.run.config.keys())
+        self.run.config.update(
+            {k: v for k, v in config.items() if k not in theirs},
+            allow_val_change=True,
+        )
+        self.run.define_metric("updates")
+        self.run.define_metric("*", step_metric="updates")
+        if is_resumed:
+            self._sent_before = self._last_sent()
+
+    @property
+    def folder(self):
+        """Where W&B keeps the run on this machine."""
+        return self._directory()
+
+    def log(self, row, best):
+        """Send a point, unless it was sent before a resume.
+
+        Args:
+            row: dict of numbers by name, `updates` among them.
+            best: dict for the summary.
+        """
+        if self.run is None or self._was_sent(row):
+            return
+        self.run.log(row)
+        if best:
+            self.run.summary.update(best)
+        self._mark(row)
+
+    def log_histograms(self, updates, arrays):
+        """Send a histogram of each array.
+
+        Args:
+            updates: int.
+            arrays: dict of NumPy arrays by name, of finite values.
+        """
+        if self.run is None or updates <= self._sent_before["updates"]:
+            return
+        wandb = import_wandb()
+        histograms = {k: wandb.Histogram(v) for k, v in arrays.items()}
+        self.run.log({"updates": updates} | histograms)
+
+    def log_directory(self, directory, updates):
+        """Send a directory as an artifact, a new version of the run's."""
+        if self.run is None:
+            return
+        artifact = import_wandb().Artifact(
+            f"checkpoint-{self.run.id}",
+            type="model",
+            metadata={"updates": updates},
+        )
+        artifact.add_dir(str(directory))
+        self.run.log_artifact(artifact, aliases=["latest", f"u{updates}"])
+
+    def finish(self, exit_code):
+        """End the run, if it was started here."""
+        if self._marker is not None:
+            self._marker.close()
+            self._marker = None
+        if self._is_ours and self.run is not None:
+            self.run.finish(exit_code=exit_code)
+
+    def _init(self):
+        wandb = import_wandb()
+        active = wandb.run
+        try:
+            run = wandb.init(**self._options)
+        except wandb.errors.AuthenticationError:
+            raise
+        except (wandb.errors.CommError, TimeoutError, OSError) as error:
+            run = wandb.init(**self._options | self._offline_options())
+            self.run, self.trouble = run, str(error).splitlines()[0]
+        # Where a run was active, `wandb.init` may join it.
+        self._is_ours = run is not active
+        return run
+
+    def _offline_options(self):
+        """Return options for a run on disk, in place of one that failed.
+
+        W&B goes on to hold the ID of a run that could not be started.
+        """
+        options = {"mode": "offline"}
+        if "id" in self._options:
+            options |= {"id": secrets.token_hex(4), "resume": None}
+        return options
+
+    def _was_sent(self, row):
+        """Say whether a point of a resumed run was sent by the first one.
+
+        The run knows the last update of which something was sent. There may
+        be several points of one update; those that were sent have the same
+        numbers again.
+        """
+        before = self._sent_before
+        if row["updates"] != before["updates"]:
+            return row["updates"] < before["updates"]
+        losses = [k for k in row if "loss" in k and k not in SAME_EVERYWHERE]
+        names = losses or set(row) - SAME_EVERYWHERE
+        return all(row[name] == before.get(name) for name in names)
+
+    def _last_sent(self):
+        """Find out what was sent last: ask W&B, or offline look on disk."""
+        known = [{"updates": -1}, dict(self.run.summary)]
+        if self.run.offline:
+            runs = self._directory().parent
+            markers = runs.glob(f"*run-*-{self.run.id}*/{MARKER}")
+            known += [json.loads(marker.read_text()) for marker in markers]
+        return max(known, key=lambda row: row.get("updates", -1))
+
+    def _mark(self, row):
+        """Leave word on disk of what was sent, as nobody else knows."""
+        if not self.run.offline or self.run.disabled:
+            return
+        is_new = row["updates"] != self._marked["updates"]
+        self._marked = row if is_new else self._marked | row
+        if self._marker is None:
+            path = self._directory() / MARKER
+            self._marker = path.open("wb", buffering=0)
+        # One write in place, since a new file for every point takes longer
+        # than W&B does; spaces cover what a longer one has left behind.
+        text = json.dumps(self._marked, default=str).encode()
+        self._marker_bytes = max(self._marker_bytes, len(text))
+        self._marker.seek(0)
+        self._marker.write(text.ljust(self._marker_bytes))
+
+    def _directory(self):
+        return Path(self.run.settings.sync_dir)

@@ -1,0 +1,239 @@
+"""Claims about `check_equivalence`: what it measures, and what it blames."""
+
+import numpy as np
+import pytest
+
+from accumtrainer import Accumulation, Trainer, WeightedLoss, WindowLossTrainer
+from accumtrainer.keras_api import keras, ops
+from accumtrainer.window_losses import batch_hard_triplet_loss
+
+layers = keras.layers
+SAMPLES = 12
+
+
+def make_batch():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=[SAMPLES, 5]).astype("float32")
+    return x, x[:, :3] ** 2
+
+
+def make_model(*middle):
+    return keras.Sequential(
+        [
+            keras.Input([5]),
+            layers.Dense(8, activation="tanh"),
+            *middle,
+            layers.Dense(3),
+        ]
+    )
+
+
+def check(model, trainer_type=Trainer, batch=None, **options):
+    options = {
+        "optimizer": "adam",
+        "accumulation": Accumulation(micro_batch_size=3),
+        "seed": 0,
+    } | options
+    trainer = trainer_type(model, **options)
+    return trainer.check_equivalence(batch or make_batch())
+
+
+def test_exact_training_is_found_exact():
+    found = check(make_model(), loss="mse")
+    assert found.is_exact
+    assert found.reasons == ()
+    assert 0 <= found.largest_error <= 1e-6
+    assert (found.samples, found.micro_batches) == (12, 4)
+    assert len(found.errors) == 4
+
+
+@pytest.mark.parametrize("weights", [None, "sample_weight"])
+def test_unequal_micro_batches_are_exact(weights):
+    x, y = make_batch()
+    batch = (x, y) if weights is None else (x, y, np.arange(12.0))
+    found = check(
+        make_model(),
+        loss="mse",
+        batch=batch,
+        accumulation=Accumulation(micro_batch_size=5),
+    )
+    assert found.is_exact
+    assert found.micro_batches == 3
+
+
+def test_plain_mean_is_blamed_on_combine():
+    found = check(
+        make_model(),
+        loss="mse",
+        accumulation=Accumulation(micro_batch_size=5, combine="mean"),
+    )
+    assert not found.is_exact
+    assert "combine='mean'" in found.reasons[0]
+    assert len(found.reasons) == 1
+
+
+def test_error_is_that_of_the_gradients():
+    x, y = make_batch()
+    model = keras.Sequential([keras.Input([5]), layers.Dense(3)])
+    found = check(
+        model,
+        loss="mse",
+        accumulation=Accumulation(micro_batch_size=8, combine="mean"),
+    )
+    kernel, bias = model.get_weights()
+
+    def gradients(x, y):
+        slope = 2 * (x @ kernel + bias - y) / y.size
+        return x.T @ slope, slope.sum(axis=0)
+
+    whole = gradients(x, y)
+    parts = gradients(x[:8], y[:8]), gradients(x[8:], y[8:])
+    largest = max(np.abs(g).max() for g in whole)
+    expected = [
+        np.abs((a + b) / 2 - g).max() / largest
+        for a, b, g in zip(*parts, whole, strict=True)
+    ]
+    np.testing.assert_allclose(list(found.errors.values()), expected, rtol=1e-4)
+
+
+def test_batch_normalization_is_named():
+    model = make_model(layers.BatchNormalization(name="norm"))
+    found = check(model, loss="mse")
+    assert not found.is_exact
+    assert len(found.reasons) == 1
+    assert found.reasons[0].startswith("BatchNormalization (norm)")
+
+
+def test_dropout_is_named():
+    model = make_model(layers.Dropout(0.5, name="drop"))
+    found = check(model, loss="mse")
+    assert not found.is_exact
+    assert len(found.reasons) == 1
+    assert "Random numbers" in found.reasons[0]
+    assert "(drop)" in found.reasons[0]
+
+
+def test_draws_of_a_hook_are_found():
+    class Noisy(Trainer):
+        def on_micro_batch(self, batch, info):
+            noise = keras.random.normal(ops.shape(batch.x), seed=self.rng)
+            return batch._replace(x=batch.x + noise)
+
+    found = check(make_model(), Noisy, loss="mse")
+    assert not found.is_exact
+    assert "(a hook, or a layer" in found.reasons[0]
+
+
+def test_loss_that_couples_examples_is_found():
+    class Spread(Trainer):
+        def compute_loss(self, batch, info):
+            outputs = self.model(batch.x, training=info.training)
+            spread = ops.mean(ops.var(outputs, axis=0))
+            return WeightedLoss(spread, ops.shape(outputs)[0])
+
+    found = check(make_model(), Spread)
+    assert not found.is_exact
+    assert len(found.reasons) == 1
+    assert found.reasons[0].startswith("The loss couples examples")
+
+
+def test_wrong_denominator_is_found():
+    x, y = make_batch()
+    counts = np.array([1.0, 5, 0, 2, 7, 1, 1, 1, 3, 9, 2, 4], "float32")
+
+    class Tokens(Trainer):
+        def compute_loss(self, batch, info):
+            outputs = self.model(batch.x, training=info.training)
+            squares = ops.mean(ops.square(outputs - batch.y), axis=-1)
+            mean = ops.sum(squares * batch.sample_weight) / ops.sum(
+                batch.sample_weight
+            )
+            return WeightedLoss(mean, ops.shape(outputs)[0])
+
+    found = check(make_model(), Tokens, batch=(x, y, counts))
+    assert not found.is_exact
+    assert len(found.reasons) == 1
+    # The first four samples weigh 8, the next four 10.
+    assert "first 4 samples count 0.8 times" in found.reasons[0]
+    assert "as stated 1 times" in found.reasons[0]
+
+
+def test_sum_that_is_called_a_mean_is_found():
+    def added(y_true, y_pred):
+        return ops.sum(ops.square(y_true - y_pred))
+
+    found = check(make_model(), loss=added, denominator="samples")
+    assert found.reasons[0].startswith("The loss adds up over samples")
+
+
+def test_clipping_each_micro_batch_is_found():
+    class Clipped(Trainer):
+        def on_accumulate(self, gradients, info):
+            return [ops.clip(g, -0.01, 0.01) for g in gradients]
+
+    found = check(make_model(), Clipped, loss="mse")
+    assert not found.is_exact
+    assert found.reasons[0].startswith("on_accumulate changes")
+
+
+def test_window_loss_is_exact_where_plain_accumulation_is_not():
+    x, _ = make_batch()
+    labels = np.repeat(np.arange(3), 4)
+
+    class Hard(WindowLossTrainer):
+        def window_loss(self, embeddings, batch, info):
+            return batch_hard_triplet_loss(embeddings, batch.y)
+
+    class Plain(Trainer):
+        def compute_loss(self, batch, info):
+            embeddings = self.model(batch.x, training=info.training)
+            loss = batch_hard_triplet_loss(embeddings, batch.y)
+            return WeightedLoss(loss, ops.shape(batch.x)[0])
+
+    assert check(make_model(), Hard, batch=(x, labels)).is_exact
+    assert not check(make_model(), Plain, batch=(x, labels)).is_exact
+
+
+def test_nothing_is_changed():
+    model = make_model(layers.BatchNormalization(), layers.Dropout(0.5))
+    twin = keras.models.clone_model(model)
+    twin.set_weights(model.get_weights())
+    batch = make_batch()
+    before = [np.array(ops.convert_to_numpy(v)) for v in model.variables]
+    trainer = Trainer(
+        model, optimizer="adam", loss="mse", metrics=["mae"], accumulation=4
+    )
+    trainer.check_equivalence(batch)
+    for variable, value in zip(model.variables, before, strict=False):
+        np.testing.assert_array_equal(ops.convert_to_numpy(variable), value)
+    assert trainer.progress.updates == 0
+    assert trainer.progress.micro_batches == 0
+    # Training afterwards is what it would have been.
+    other = Trainer(
+        twin, optimizer="adam", loss="mse", metrics=["mae"], accumulation=4
+    )
+    for layer, like in zip(model.layers, twin.layers, strict=True):
+        if isinstance(layer, layers.Dropout):
+            state = layer.seed_generator.state
+            like.seed_generator.state.assign(state)
+    for one in (trainer, other):
+        one.train_on_batch(*batch)
+    for a, b in zip(model.get_weights(), twin.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_single_micro_batch_is_refused():
+    with pytest.raises(ValueError, match="at least two micro-batches"):
+        check(make_model(), loss="mse", accumulation=1)
+
+
+def test_it_prints_as_a_short_table():
+    model = make_model(*(layers.Dense(8) for _ in range(5)))
+    printed = str(check(model, loss="mse")).splitlines()
+    assert (
+        printed[0]
+        == "12 samples in 4 micro-batches and at once: the same update."
+    )
+    assert printed[1].endswith("tolerance 1.0e-05")
+    assert printed[-1] == "  and 6 more variables"
+    assert len(printed) == 2 + 8 + 1

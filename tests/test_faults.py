@@ -1,0 +1,621 @@
+"""Claims about what goes wrong around training: it is said, nothing is lost."""
+
+import itertools
+import os
+import threading
+import warnings
+
+import numpy as np
+import pytest
+
+from accumtrainer import (
+    Accumulation,
+    CheckpointDirectory,
+    DataError,
+    Every,
+    NonFiniteError,
+    Trainer,
+)
+from accumtrainer.callbacks import Checkpoint
+from accumtrainer.keras_api import keras, ops
+
+X = np.linspace(-1, 1, 24, dtype="float32").reshape(12, 2)
+Y = X.sum(axis=1, keepdims=True)
+LABELS = np.arange(12, dtype="int32") % 3
+
+
+def make_trainer(loss="mse", units=1, **options):
+    """Make a Trainer of a linear model, run as plain Python."""
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(units)])
+    options = {"optimizer": "adam", "run_eagerly": True, "seed": 0} | options
+    return Trainer(model, loss=loss, **options)
+
+
+def classifier(**options):
+    """Make a Trainer of a linear model of three classes."""
+    loss = options.pop(
+        "loss", keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    )
+    return make_trainer(loss, units=3, **options)
+
+
+def values_of(trainer):
+    """Copy all that training changes of the model and the optimizer."""
+    variables = [*trainer.model.variables, *trainer.optimizer.variables]
+    return [np.array(ops.convert_to_tensor(v)) for v in variables]
+
+
+def assert_same(before, after):
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def batches(count=6, size=2):
+    """Cut the data into batches for a loader."""
+    pairs = zip(np.split(X, 12 // size), np.split(Y, 12 // size), strict=True)
+    return list(itertools.islice(pairs, count))
+
+
+def with_value(array, place, value):
+    """Copy an array, with another value in one place."""
+    array = array.copy()
+    array[place] = value
+    return array
+
+
+class KeepsWeights(keras.callbacks.Callback):
+    """Remembers everything after each update."""
+
+    def __init__(self, trainer):
+        super().__init__()
+        self.told_trainer = trainer
+        self.seen = []
+
+    def on_train_begin(self, logs=None):
+        self.seen.append(values_of(self.told_trainer))
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(values_of(self.told_trainer))
+
+
+def fit_until_error(trainer, x, y=None, *, updates, **options):
+    """Train until the data are refused, after so many updates.
+
+    Returns:
+        The message.
+    """
+    keeps = KeepsWeights(trainer)
+    with pytest.raises(DataError) as raised:
+        trainer.fit(x, y, verbose=0, callbacks=[keeps], **options)
+    # A first window that is refused is refused before training begins.
+    told = keeps.seen or [values_of(trainer)]
+    assert trainer.progress.updates == updates == len(told) - 1
+    assert_same(told[-1], values_of(trainer))
+    return str(raised.value)
+
+
+# What check_inputs finds.
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_number_that_is_not_finite_is_found_before_it_does_harm(value):
+    trainer = make_trainer(accumulation=2)
+    message = fit_until_error(
+        trainer,
+        with_value(X, (11, 1), value),
+        Y,
+        updates=1,
+        batch_size=3,
+        shuffle=False,
+        check_inputs=True,
+    )
+    assert message.startswith("x must be finite with check_inputs=True. ")
+    where = "row 2 of micro-batch 1, window 1 of epoch 0"
+    assert f"Received: {value} in {where}" in message
+
+
+@pytest.mark.parametrize("field", ["y", "sample_weight"])
+def test_targets_and_weights_are_checked_too(field):
+    data = {"y": Y, "sample_weight": np.ones(12, "float32")}
+    data[field] = with_value(data[field], 1, np.nan)
+    message = fit_until_error(
+        make_trainer(),
+        X,
+        updates=0,
+        shuffle=False,
+        check_inputs=True,
+        **data,
+    )
+    assert message.startswith(f"{field} must be finite")
+    assert "nan in row 1 of micro-batch 0, window 0 of epoch 0" in message
+
+
+def test_the_path_in_a_nest_is_named():
+    one, two = keras.Input([2], name="one"), keras.Input([2], name="two")
+    outputs = keras.layers.Dense(1)(keras.layers.add([one, two]))
+    trainer = Trainer(
+        keras.Model({"one": one, "two": two}, outputs),
+        optimizer="sgd",
+        loss="mse",
+        run_eagerly=True,
+    )
+    x = {"one": X, "two": with_value(X, (3, 0), np.nan)}
+    message = fit_until_error(
+        trainer, x, Y, updates=0, shuffle=False, check_inputs=True
+    )
+    assert message.startswith("x['two'] must be finite")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "sparse_categorical_crossentropy",
+        "crossentropy",
+        keras.losses.sparse_categorical_crossentropy,
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    ],
+    ids=["name", "short-name", "function", "class"],
+)
+@pytest.mark.parametrize("label", [3, -1])
+def test_a_label_of_no_class_is_found(loss, label):
+    message = fit_until_error(
+        classifier(loss=loss),
+        X,
+        with_value(LABELS, 7, label),
+        updates=1,
+        batch_size=4,
+        shuffle=False,
+        check_inputs=True,
+    )
+    assert message.startswith("y must hold class numbers from 0 to 2")
+    assert f"Received: {label} in row 3 of micro-batch 0, window 1" in message
+    assert "ignore_class" in message
+
+
+@pytest.mark.parametrize("shape", [(12,), (12, 1)])
+@pytest.mark.parametrize("dtype", ["int32", "int64", "float32", "uint8"])
+def test_labels_of_every_class_pass_in_any_form(shape, dtype):
+    trainer = classifier()
+    labels = LABELS.reshape(shape).astype(dtype)
+    trainer.fit(X, labels, verbose=0, check_inputs=True)
+    assert trainer.progress.updates == 1
+
+
+def test_the_label_to_be_ignored_passes():
+    loss = keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, ignore_class=-1
+    )
+    trainer = classifier(loss=loss)
+    trainer.fit(X, with_value(LABELS, 7, -1), verbose=0, check_inputs=True)
+    message = fit_until_error(
+        classifier(loss=loss),
+        X,
+        with_value(LABELS, 7, -2),
+        updates=0,
+        check_inputs=True,
+    )
+    assert "Received: -2" in message
+
+
+@pytest.mark.parametrize("nest", [dict, list])
+def test_each_output_has_labels_of_its_own(nest):
+    inputs = keras.Input([2])
+    model = keras.Model(
+        inputs,
+        [
+            keras.layers.Dense(1, name="number")(inputs),
+            keras.layers.Dense(3, name="kind")(inputs),
+        ],
+    )
+    losses = {"number": "mse", "kind": "sparse_categorical_crossentropy"}
+    targets = {"number": Y + 9, "kind": with_value(LABELS, 5, 4)}
+    if nest is list:
+        losses, targets = list(losses.values()), list(targets.values())
+    trainer = Trainer(model, optimizer="sgd", loss=losses, run_eagerly=True)
+    message = fit_until_error(
+        trainer, X, targets, updates=0, shuffle=False, check_inputs=True
+    )
+    path = "['kind']" if nest is dict else "[1]"
+    assert message.startswith(f"y{path} must hold class numbers from 0 to 2")
+
+
+def test_other_losses_may_have_any_targets():
+    trainer = make_trainer("mse")
+    trainer.fit(X, Y * 1000 - 5, verbose=0, check_inputs=True)
+    assert trainer.progress.updates == 1
+
+
+def test_labels_of_tokens_are_checked():
+    model = keras.Sequential(
+        [keras.Input([None], dtype="int32"), keras.layers.Embedding(5, 5)]
+    )
+    trainer = Trainer(
+        model,
+        optimizer="sgd",
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        run_eagerly=True,
+    )
+    tokens = np.arange(12).reshape(3, 4) % 5
+    trainer.fit(tokens, tokens, verbose=0, check_inputs=True)
+    message = fit_until_error(
+        trainer_like(trainer),
+        tokens,
+        with_value(tokens, (2, 1), 5),
+        updates=0,
+        shuffle=False,
+        check_inputs=True,
+    )
+    assert "Received: 5 in row 2" in message
+
+
+def trainer_like(trainer):
+    """Make another Trainer of the same model, beginning anew."""
+    return Trainer(
+        trainer.model,
+        optimizer="sgd",
+        loss=trainer.model.loss,
+        accumulation=trainer.accumulation,
+        run_eagerly=True,
+    )
+
+
+def test_nothing_is_looked_at_unless_asked_for():
+    trainer = make_trainer(max_consecutive_skips=None)
+    trainer.fit(with_value(X, 3, np.nan), Y, verbose=0)
+    assert trainer.progress.skipped_updates == 1
+
+
+# Data that change.
+
+
+def test_types_may_change_between_batches():
+    pairs = [(X[:4], LABELS[:4]), (X[4:8], LABELS[4:8]), (X[8:], LABELS[8:])]
+    types = [("float32", "int32"), ("float64", "int64"), ("float32", "uint8")]
+    changing = [
+        (x.astype(one), y.astype(other))
+        for (x, y), (one, other) in zip(pairs, types, strict=True)
+    ]
+    trained = []
+    for data in (pairs, changing):
+        keras.utils.set_random_seed(1)
+        trainer = classifier(accumulation=3)
+        trainer.fit(data, verbose=0)
+        trained.append(values_of(trainer))
+    for one, other in zip(*trained, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_lengths_may_change_where_the_model_lets_them():
+    inputs = keras.Input([None, 2])
+    pooled = keras.layers.GlobalAveragePooling1D()(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(1)(pooled))
+    trainer = Trainer(
+        model, optimizer="sgd", loss="mse", accumulation=2, run_eagerly=True
+    )
+    data = [(np.ones([2, n, 2]), np.ones([2, 1])) for n in (3, 5, 4, 4)]
+    trainer.fit(data, verbose=0)
+    assert trainer.progress.updates == 2
+    wider = [*data[:3], (np.ones([2, 5, 3]), np.ones([2, 1]))]
+    message = fit_until_error(trainer_like(trainer), wider, updates=1)
+    assert "Received: 3 on axis 2, where it was 2, in micro-batch 1" in message
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_another_number_of_features_is_refused(accumulation):
+    data = batches(5)
+    data[3] = (np.ones([2, 3]), data[3][1])
+    message = fit_until_error(
+        make_trainer(accumulation=accumulation),
+        data,
+        updates=3 // accumulation,
+    )
+    assert message.startswith("x must keep the sizes that the model fixes.")
+    assert "Received: 3 on axis 1, where it was 2" in message
+
+
+def test_another_number_of_targets_is_refused():
+    data = batches(3)
+    data[2] = (data[2][0], np.ones([2, 2]))
+    message = fit_until_error(make_trainer(), data, updates=2)
+    assert message.startswith("y must keep the sizes that the model fixes.")
+
+
+def remove_weights(batch):
+    return batch[:2]
+
+
+def remove_axis(batch):
+    return (batch[0], batch[1][:, 0], batch[2])
+
+
+def rename(batch):
+    return ({"x": batch[0]}, *batch[1:])
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        (remove_weights, "nothing in sample_weight, where the first batch had"),
+        (remove_axis, "1 axes in y, where the first batch had 2 axes"),
+        (rename, "2 axes in x['x'], where the first batch had nothing"),
+    ],
+)
+def test_batches_that_are_built_otherwise_are_refused(change, difference):
+    data = [(*batch, np.ones(2)) for batch in batches()]
+    data[3] = change(data[3])
+    message = fit_until_error(make_trainer(accumulation=2), data, updates=1)
+    assert message.startswith("Every loader batch must have the same parts")
+    assert f"Received: {difference}" in message
+    assert "in batch 3 of epoch 0" in message
+
+
+def test_sample_weights_that_appear_are_refused():
+    data = [*batches(2), (*batches()[2], np.ones(2))]
+    message = fit_until_error(make_trainer(), data, updates=2)
+    assert "1 axes in sample_weight, where the first batch had noth" in message
+
+
+@pytest.mark.parametrize("rows", [(0, 0), (2, 1)])
+def test_a_batch_that_cannot_be_used_is_named(rows):
+    data = batches()
+    data[4] = tuple(array[:n] for array, n in zip(data[4], rows, strict=True))
+    message = fit_until_error(make_trainer(accumulation=2), data, updates=2)
+    assert "at least one sample" in message
+    assert f"Received: {rows[0]} samples in x, {rows[1]} samples in" in message
+    assert "in batch 4 of epoch 0" in message
+
+
+# Data that end early, late or never.
+
+
+def test_a_ragged_last_batch_weighs_what_it_holds():
+    trained = []
+    for size in (5, 12):
+        keras.utils.set_random_seed(1)
+        trainer = make_trainer(accumulation=Accumulation(steps=3))
+        trainer.fit(X, Y, batch_size=size, shuffle=False, verbose=0)
+        assert trainer.progress.updates == 1
+        trained.append(values_of(trainer))
+    for one, other in zip(*trained, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+@pytest.mark.parametrize("tail", ["flush", "carry"])
+def test_an_epoch_shorter_than_a_window_loses_nothing(tail):
+    trainer = make_trainer(accumulation=Accumulation(steps=5, tail=tail))
+    trainer.fit(X, Y, batch_size=4, epochs=5, verbose=0)
+    assert trainer.progress.samples == 60
+    assert trainer.progress.updates == {"flush": 5, "carry": 3}[tail]
+
+
+class Endless(keras.utils.PyDataset):
+    """Yields the same few samples for ever."""
+
+    def __init__(self):
+        super().__init__()
+
+    @property
+    def num_batches(self):
+        return None
+
+    def __getitem__(self, index):
+        return X[:2], Y[:2]
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_data_that_are_known_never_to_end_are_refused(method):
+    argument = "steps_per_epoch" if method == "fit" else "steps"
+    with pytest.raises(ValueError, match=f"^{argument} must be given.*never"):
+        getattr(make_trainer(), method)(Endless(), verbose=0)
+
+
+def test_validation_data_that_never_end_are_refused():
+    with pytest.raises(ValueError, match="^validation_steps must be given"):
+        make_trainer().fit(X, Y, validation_data=Endless(), verbose=0)
+
+
+def test_tf_data_that_never_end_are_refused():
+    tf = pytest.importorskip("tensorflow")
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
+    trainer = make_trainer()
+    with pytest.raises(ValueError, match="steps_per_epoch must be given"):
+        trainer.fit(data.repeat(), verbose=0)
+    trainer.fit(data.repeat(2), verbose=0)
+    assert trainer.progress.updates == 6
+
+
+@pytest.mark.parametrize(
+    "end",
+    [{"steps_per_epoch": 3}, {"max_updates": 3, "epochs": 1}],
+    ids=["steps", "updates"],
+)
+@pytest.mark.parametrize("is_dataset", [True, False])
+def test_data_without_an_end_are_taken_as_far_as_asked(end, is_dataset):
+    data = Endless() if is_dataset else itertools.repeat((X[:2], Y[:2]))
+    trainer = make_trainer()
+    trainer.fit(data, verbose=0, **end)
+    assert trainer.progress.updates == 3
+
+
+class Shrinking:
+    """Has fewer batches with every epoch."""
+
+    def __init__(self, *counts):
+        self.counts = iter(counts)
+
+    def __iter__(self):
+        return iter(batches(next(self.counts)))
+
+
+def test_data_may_end_earlier_in_a_later_epoch():
+    trainer = make_trainer(accumulation=2)
+    history = trainer.fit(Shrinking(6, 3, 1), epochs=3, verbose=0)
+    assert trainer.progress.updates == 3 + 2 + 1
+    assert trainer.progress.samples == 2 * (6 + 3 + 1)
+    assert len(history.history["loss"]) == 3
+
+
+def test_data_that_have_nothing_left_in_a_later_epoch_are_reported():
+    data = Shrinking(2, 0)
+    message = fit_until_error(make_trainer(), data, epochs=2, updates=2)
+    assert "none in epoch 1" in message
+
+
+# Data that fail.
+
+
+def failing():
+    yield from batches(3)
+    raise OSError("the disk of the data is gone")
+
+
+def test_an_error_of_the_data_comes_through_after_the_updates_made():
+    trainer = make_trainer(accumulation=2)
+    keeps = KeepsWeights(trainer)
+    with pytest.raises(OSError, match="is gone"):
+        trainer.fit(failing(), verbose=0, callbacks=[keeps])
+    assert trainer.progress.updates == 1
+    assert_same(keeps.seen[-1], values_of(trainer))
+
+
+class Dying(keras.utils.PyDataset):
+    """Ends the thread that loads its fourth batch."""
+
+    def __init__(self):
+        super().__init__(workers=2, max_queue_size=2)
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        if index == 3:
+            raise SystemExit(3)
+        return batches()[index]
+
+
+def test_a_worker_thread_that_dies_ends_training_without_loss(tmp_path):
+    trainer = make_trainer()
+    checkpoint = Checkpoint(tmp_path, Every(1, "updates"), keep=10)
+    with pytest.raises(SystemExit):
+        trainer.fit(Dying(), shuffle=False, verbose=0, callbacks=[checkpoint])
+    assert trainer.progress.updates == 3
+    assert len(checkpoint.checkpoints.names()) == 3
+    another = make_trainer()
+    another.restore(tmp_path)
+    assert_same(values_of(trainer), values_of(another))
+    assert not [
+        t for t in threading.enumerate() if "ThreadPoolExecutor" in t.name
+    ]
+
+
+def test_a_storm_of_nans_stops_and_leaves_the_last_good_state(tmp_path):
+    x = X.copy()
+    x[6:] = np.nan
+    trainer = make_trainer(max_consecutive_skips=2)
+    checkpoint = Checkpoint(tmp_path, Every(1, "updates"), keep=10)
+    keeps = KeepsWeights(trainer)
+    with pytest.raises(NonFiniteError, match="after update 3"):
+        trainer.fit(
+            x,
+            Y,
+            batch_size=2,
+            shuffle=False,
+            verbose=0,
+            callbacks=[checkpoint, keeps],
+        )
+    assert trainer.progress.updates == 3
+    assert_same(keeps.seen[3], values_of(trainer))
+    names = checkpoint.checkpoints.names()
+    assert len(names) == 3
+    another = make_trainer()
+    another.restore(tmp_path)
+    assert another.progress.updates == 3
+    assert_same(keeps.seen[3], values_of(another))
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_a_window_without_weight_moves_weights_as_keras_does(optimizer):
+    def make(**options):
+        keras.utils.set_random_seed(1)
+        layer = keras.layers.Dense(1, kernel_regularizer="l2")
+        model = keras.Sequential([keras.Input([2]), layer])
+        model.compile(
+            optimizer=getattr(keras.optimizers, optimizer)(
+                0.1, weight_decay=0.01
+            ),
+            loss="mse",
+            run_eagerly=True,
+        )
+        return model
+
+    nothing = np.zeros(12, "float32")
+    theirs, ours = make(), make()
+    theirs.fit(X, Y, sample_weight=nothing, batch_size=12, verbose=0)
+    trainer = Trainer(ours, accumulation=3, run_eagerly=True)
+    trainer.fit(X, Y, sample_weight=nothing, batch_size=4, verbose=0)
+    assert trainer.progress.updates == 1
+    for one, other in zip(theirs.weights, ours.weights, strict=True):
+        assert np.all(np.isfinite(ops.convert_to_numpy(one)))
+        np.testing.assert_allclose(
+            ops.convert_to_numpy(one), ops.convert_to_numpy(other), rtol=1e-6
+        )
+
+
+# Disks that fail.
+
+
+@pytest.fixture
+def fill_disk(monkeypatch):
+    """Return a function after which no file of a checkpoint reaches a disk."""
+
+    def refuse(descriptor):
+        raise OSError(28, "No space left on device")
+
+    return lambda: monkeypatch.setattr(os, "fsync", refuse)
+
+
+def test_a_full_disk_while_saving_leaves_what_was_there(tmp_path, fill_disk):
+    trainer = make_trainer()
+    trainer.fit(X, Y, verbose=0)
+    trainer.save(tmp_path / "run")
+    saved = values_of(trainer)
+    trainer.fit(X, Y, verbose=0)
+    fill_disk()
+    with pytest.raises(OSError, match="No space left"):
+        trainer.save(tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    trainer.restore(tmp_path / "run")
+    assert_same(saved, values_of(trainer))
+
+
+def test_a_full_disk_is_told_of_and_the_older_checkpoint_stays(
+    tmp_path, fill_disk
+):
+    trainer = make_trainer()
+    checkpoint = Checkpoint(tmp_path)
+    trainer.fit(X, Y, verbose=0, callbacks=[checkpoint])
+    saved, names = values_of(trainer), checkpoint.checkpoints.names()
+    fill_disk()
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(OSError, match="No space left"),
+    ):
+        warnings.simplefilter("ignore")
+        trainer.fit(X, Y, epochs=2, verbose=0, callbacks=[checkpoint])
+    assert CheckpointDirectory(tmp_path).names() == names
+    another = make_trainer()
+    another.restore(tmp_path)
+    assert_same(saved, values_of(another))
+
+
+def test_a_place_that_cannot_be_written_is_an_error(tmp_path):
+    # A directory below a file cannot be made, not even by root, who may
+    # write to directories that are read-only.
+    (tmp_path / "file").write_text("not a directory")
+    trainer = make_trainer()
+    with pytest.raises(OSError):
+        trainer.save(tmp_path / "file" / "run")
+    checkpoint = Checkpoint(tmp_path / "file" / "runs", Every(100, "updates"))
+    with pytest.raises(OSError):
+        trainer.fit(X, Y, verbose=0, callbacks=[checkpoint])
+    assert (tmp_path / "file").read_text() == "not a directory"
