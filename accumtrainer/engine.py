@@ -344,6 +344,13 @@ class Engine:
         """Updates made if no window since the last look was skipped."""
         return self._progress.updates + self._unread_windows
 
+    @property
+    def progress_at_most(self):
+        """A copy of the counters if no window since then was skipped."""
+        at_most = self._progress.copy()
+        at_most.updates = self.updates_at_most
+        return at_most
+
     def is_due(self, every, since):
         """Say whether an occasion has come since some earlier progress.
 
@@ -357,9 +364,7 @@ class Engine:
         Returns:
             bool.
         """
-        at_most = self._progress.copy()
-        at_most.updates = self.updates_at_most
-        return every.is_due(since, at_most) and every.is_due(
+        return every.is_due(since, self.progress_at_most) and every.is_due(
             since, self.progress
         )
 

@@ -23,10 +23,11 @@ class Logger(Callback, abc.ABC):
     """Receive points, each of them what happened since the last one.
 
     A subclass says what to do with a point; when it is due and what is in it
-    is settled here. Windows are read from the device when a point is due, so
-    that a logger does not slow the updates in between. A last point is always
-    written. A trial (`fast_dev_run`) writes nothing: none of the methods is
-    called.
+    is settled here. Windows are read from the device when a point was due and
+    the next window is on its way, so that the device never waits for a logger:
+    a point comes one update later, or with the end of the epoch. A last point
+    is always written. A trial (`fast_dev_run`) writes nothing: none of the
+    methods is called.
 
     A point of training holds the means since the last one of the losses, the
     gradient norms and what hooks logged, each update by its weight; learning
@@ -66,6 +67,7 @@ class Logger(Callback, abc.ABC):
         self._point = _Point()
         self._unread = []
         self._since = Progress()
+        self._due = None
         self._epoch = 0
         self._known = frozenset()
         self._running = {}
@@ -95,6 +97,7 @@ class Logger(Callback, abc.ABC):
     def on_train_begin(self, logs=None):
         self._unread, self._point = [], _Point()
         self._running = {}
+        self._due = None
         self._known = frozenset()
         self._since = self.trainer.progress
         self._speed = _Speed()
@@ -108,18 +111,23 @@ class Logger(Callback, abc.ABC):
     def on_train_batch_end(self, batch, logs=None):
         if not self._is_open:
             return
+        self._write_what_was_due()
         self._unread.append(self.trainer.window_logs)
         self._running = logs
         if len(self._unread) > MOST_UNREAD:
             self._read(self._unread[: MOST_UNREAD // 2])
         self._speed.start(self.trainer.samples_seen)
-        self._write_if_due()
+        progress = self.trainer.progress_at_most
+        if self.every.is_due(self._since, progress):
+            self._due = progress
 
     def on_epoch_end(self, epoch, logs=None):
         if not self._is_open:
             return
         self._known |= set(self._running)
-        self._write_if_due()
+        self._write_what_was_due()
+        if self.trainer.is_due(self.every, self._since):
+            self._write_point(self.trainer.progress)
         written = {k: v for k, v in logs.items() if k not in self._known}
         if written:
             self._write(self.trainer.progress.updates, written)
@@ -134,6 +142,7 @@ class Logger(Callback, abc.ABC):
     def on_validation_end(self, update, logs=None):
         if self._is_open:
             self._known |= set(logs)
+            self._write_what_was_due()
             self._write(update, logs)
 
     def on_train_end(self, logs=None):
@@ -141,11 +150,12 @@ class Logger(Callback, abc.ABC):
             return
         self._is_open = False
         try:
-            self._write_point()
+            self._write_point(self.trainer.progress)
         finally:
             self.close()
 
     def get_state(self):
+        self._write_what_was_due()
         self._read(self._unread)
         return {
             "since": self._since.as_dict(),
@@ -156,20 +166,27 @@ class Logger(Callback, abc.ABC):
         self._since = Progress.from_dict(state["since"])
         self._point = _Point.of_state(state["point"])
 
-    def _write_if_due(self):
-        if self.trainer.is_due(self.every, self._since):
-            self._write_point()
+    def _write_what_was_due(self):
+        """Write the point of the last window, unless a skip has put it off."""
+        due, self._due = self._due, None
+        if due is None:
+            return
+        last = self._unread[-1]
+        due.updates = last["updates"]
+        due.skipped_updates = last["skipped_updates"]
+        if self.every.is_due(self._since, due):
+            self._write_point(due)
 
-    def _write_point(self):
+    def _write_point(self, progress):
+        """Write what has happened until some progress, if anything has."""
         self._read(self._unread)
-        progress = self.trainer.progress
-        self._since = progress
+        self._since, self._due = progress, None
         if self._point.is_empty:
             return
         numbers = {
             **self._running,
             **self._point.numbers(),
-            **self._speed.measure(progress.samples),
+            **self._speed.measure(self.trainer.samples_seen),
         }
         self._known |= set(self._running)
         self._point = _Point()

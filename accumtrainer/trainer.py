@@ -189,6 +189,15 @@ class Trainer(Hooks):
         return self._engine.progress
 
     @property
+    def progress_at_most(self):
+        """A copy of `progress` that does not wait for the device.
+
+        Its updates are as many as there can be: windows that may yet turn out
+        to be skipped count among them.
+        """
+        return self._engine.progress_at_most
+
+    @property
     def samples_seen(self):
         """Samples consumed so far, an int the host knows without waiting."""
         return self._engine.samples_seen

@@ -111,8 +111,9 @@ class TrainingPlot(Logger):
             self._draw()
 
     def get_state(self):
+        state = super().get_state()  # may write a point
         curves = {name: c.get_state() for name, c in self._curves.items()}
-        return super().get_state() | {"curves": curves}
+        return state | {"curves": curves}
 
     def set_state(self, state):
         super().set_state(state)

@@ -184,12 +184,12 @@ class WandbLogger(Logger):
             self._warn_once(UNFINISHED.format(secs=self.close_secs))
 
     def get_state(self):
-        state = {
+        state = super().get_state()  # may write a point
+        return state | {
             "run_id": self._run_id,
             "last_updates": self._last_updates,
             "best": self._best.values,
         }
-        return super().get_state() | state
 
     def set_state(self, state):
         super().set_state(state)

@@ -64,7 +64,7 @@ def test_every_point_is_a_line(tmp_path):
     assert points[1]["val_loss"] == history.history["val_loss"][0]
 
 
-def test_line_is_on_disk_before_training_goes_on(trainer, tmp_path):
+def test_line_is_on_disk_when_the_next_update_is_done(trainer, tmp_path):
     path, lines = tmp_path / "run.jsonl", []
 
     class Count(keras.callbacks.Callback):
@@ -75,7 +75,8 @@ def test_line_is_on_disk_before_training_goes_on(trainer, tmp_path):
 
     callbacks = [RunLog(path, every=Every(1, "micro_batches")), Count()]
     fit(callbacks, trainer)
-    assert lines == [1, 2, 3, 4, 5, 6]
+    assert lines == [0, 1, 2, 3, 4, 5]
+    assert len(read(path)) == 6
 
 
 def test_numbers_that_are_not_finite_are_null(trainer, tmp_path):

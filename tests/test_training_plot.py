@@ -110,7 +110,7 @@ def test_picture_is_drawn_every_so_often_while_training(tmp_path):
         clock=moments.__next__,
     )
     fit([plot, Look()])
-    assert seen == [False, False, True, True, True, True]
+    assert seen == [False, False, False, True, True, True]
 
 
 def test_drawing_takes_a_small_part_of_the_time(tmp_path):
