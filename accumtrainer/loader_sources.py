@@ -18,6 +18,7 @@ from accumtrainer.batches import (
     weigh_classes,
     window_of_batches,
 )
+from accumtrainer.keras_api import tree
 from accumtrainer.position import fingerprint
 from accumtrainer.source import Source, check_sizes, passes, permutation
 
@@ -226,7 +227,8 @@ class IterableSource(Source):
             batch = self._reader.read(item, epoch, made)
             made += 1
             self._taken += 1
-            yield batch
+            # The iterator may fill the same arrays again for its next batch.
+            yield tree.map_structure(_own, batch)
         if not made:
             raise errors.DataError(errors.NO_BATCHES.format(epoch=epoch))
 
@@ -396,6 +398,12 @@ def _difference(before, now):
         for axes in (before, now)
     )
     return f"{has} in {name_of(*key)}, where the first batch had {had}"
+
+
+def _own(array):
+    """Copy an array that somebody else could write to; `None` stays."""
+    is_safe = array is None or not array.flags.writeable
+    return array if is_safe else array.copy()
 
 
 def _read(item, class_weight):
