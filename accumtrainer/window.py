@@ -102,6 +102,7 @@ class WindowProgram:
         self._clips = hooks.overrides("on_apply") or clips(self._optimizer)
         self._may_draw = any(map(hooks.overrides, HOOK_NAMES))
         self._used = set()
+        self._accumulators = []
         self.measures_gradients = False
 
     # Before the first window.
@@ -188,16 +189,6 @@ class WindowProgram:
         )
 
     def _make_variables(self, written):
-        self._accumulators = [
-            keras.Variable(
-                lambda shape, dtype: ops.zeros(shape, dtype),
-                shape=v.shape,
-                dtype="float32",
-                trainable=False,
-                name=f"accumulator_{position}",
-            )
-            for position, v in enumerate(self._model.trainable_variables)
-        ]
         tally = {
             "losses": len(self._losses),
             "reductions": self._hooks._log_book.reductions,
@@ -224,6 +215,25 @@ class WindowProgram:
                 name=f"start_{position}",
             )
             for position, v in enumerate(self._kept)
+        ]
+
+    def make_accumulators(self):
+        """Make what gradients are added to from one call to the next.
+
+        Windows that run in one call need no such memory.
+        """
+        if self._accumulators:
+            return
+        self._backend.publish()
+        self._accumulators = [
+            keras.Variable(
+                lambda shape, dtype: ops.zeros(shape, dtype),
+                shape=v.shape,
+                dtype="float32",
+                trainable=False,
+                name=f"accumulator_{position}",
+            )
+            for position, v in enumerate(self._model.trainable_variables)
         ]
 
     def _known_variables(self):
@@ -262,14 +272,17 @@ class WindowProgram:
 
     @property
     def variables(self):
-        """Every variable a window may change, each once."""
+        """Every variable a window may change, each once.
+
+        The accumulators come last, since they may be made last.
+        """
         lasting = (v for part in self.parts.values() for v in part)
         variables = [
             *lasting,
-            *self._accumulators,
             *self._window.variables,
             *self._start,
             *self._borrowed,
+            *self._accumulators,
         ]
         return list({id(v): v for v in variables}.values())
 
@@ -277,7 +290,8 @@ class WindowProgram:
         """Begin an epoch's running means, and forget a broken-off window."""
         self._state.epoch.assign(epoch)
         self._epoch.clear()
-        self._clear_window()
+        self._window.clear()
+        self._clear_accumulators()
         for metric in self._model.metrics:
             metric.reset_state()
 
@@ -300,23 +314,49 @@ class WindowProgram:
         if weighing.needs_totals:
             totals = self._scan_totals(stacked, micro_batches)
         self._keep_start()
+        sums = [
+            ops.zeros(v.shape, "float32")
+            for v in self._model.trainable_variables
+        ]
         looks_ahead = self.looks_ahead(micro_batches)
         cotangents = loss = None
         if looks_ahead:
-            cotangents, loss = self._look_ahead(stacked, micro_batches)
-
-        def body(index, item):
-            batch, cotangents = item
-            ahead = (cotangents, loss) if looks_ahead else None
-            return self._accumulate(
-                batch, index, micro_batches, totals, weighing, ahead=ahead
+            cotangents, loss = self._look_ahead(
+                stacked, micro_batches, self._adder(sums)
             )
 
-        per_micro_batch = self._backend.scan(
-            body, (stacked, cotangents), micro_batches
+        def body(index, item, sums):
+            batch, cotangents = item
+            sums = list(sums)
+            row = self._accumulate(
+                batch,
+                index,
+                micro_batches,
+                totals,
+                weighing,
+                ahead=(cotangents, loss) if looks_ahead else None,
+                add=self._adder(sums),
+            )
+            return row, sums
+
+        per_micro_batch, sums = self._backend.scan(
+            body, (stacked, cotangents), micro_batches, sums
         )
-        report = self._apply(ops.cast(micro_batches, "int32"), weighing)
+        report = self._apply(
+            ops.cast(micro_batches, "int32"), weighing, list(sums)
+        )
         return report | {"per_micro_batch": per_micro_batch}
+
+    def _adder(self, sums):
+        """Make a function that adds a gradient to its place in a list."""
+
+        def add(position, gradient):
+            sums[position] = self._backend.add(sums[position], gradient)
+
+        return add
+
+    def _add_to_accumulator(self, position, gradient):
+        self._backend.add_to(self._accumulators[position], gradient)
 
     def run_micro_batch(
         self, batch, index, micro_batches, totals, is_even, ahead=None
@@ -339,7 +379,13 @@ class WindowProgram:
         self._keep_start(is_first=ops.equal(index, 0))
         weighing = self._weighing(is_even=is_even)
         return self._accumulate(
-            batch, index, micro_batches, totals, weighing, ahead=ahead
+            batch,
+            index,
+            micro_batches,
+            totals,
+            weighing,
+            ahead=ahead,
+            add=self._add_to_accumulator,
         )
 
     def embed(self, batch, index, micro_batches):
@@ -369,7 +415,9 @@ class WindowProgram:
         Returns:
             List of k pairs, what `run_micro_batch` takes as `ahead`.
         """
-        cotangents, loss = self._differentiate(join(parts), micro_batches)
+        cotangents, loss = self._differentiate(
+            join(parts), micro_batches, self._add_to_accumulator
+        )
         embeddings = [embedding for embedding, _ in parts]
         return [(c, loss) for c in split(cotangents, embeddings)]
 
@@ -384,7 +432,11 @@ class WindowProgram:
             Dict of scalar tensors under `"window"` (this window alone),
             `"running"` (the epoch so far) and `"counters"`.
         """
-        return self._apply(micro_batches, self._weighing(is_even=is_even))
+        sums = [accumulator.value for accumulator in self._accumulators]
+        weighing = self._weighing(is_even=is_even)
+        report = self._apply(micro_batches, weighing, sums)
+        self._clear_accumulators()
+        return report
 
     def take_gradients(self, micro_batches, is_even):
         """Average what `run_micro_batch` has accumulated, and apply nothing.
@@ -399,10 +451,15 @@ class WindowProgram:
         """
         count = ops.cast(micro_batches, "float32")
         means, _, _, weight, _ = self._window_sums(count)
-        gradients = self._average(
-            self._weighing(is_even=is_even), weight, count
+        divisor = gradient_divisor(
+            self._weighing(is_even=is_even),
+            total_weight=weight,
+            micro_batches=count,
         )
-        self._clear_window()
+        sums = [accumulator.value for accumulator in self._accumulators]
+        gradients = _divide(sums, divisor)
+        self._window.clear()
+        self._clear_accumulators()
         return total_loss(means, self._losses, 0.0), gradients
 
     def count_micro_batches(self, micro_batches):
@@ -465,10 +522,10 @@ class WindowProgram:
         )
 
     def _scan_totals(self, stacked, micro_batches):
-        def body(index, batch):
-            return self.measure_weights(batch, index, micro_batches)
+        def body(index, batch, carry):
+            return self.measure_weights(batch, index, micro_batches), carry
 
-        measured = self._backend.scan(body, stacked, micro_batches)
+        measured, _ = self._backend.scan(body, stacked, micro_batches)
         return ops.sum(measured, axis=0)
 
     def _keep_start(self, is_first=None):
@@ -486,16 +543,18 @@ class WindowProgram:
             if id(variable) in ids:
                 variable.assign(start.value)
 
-    def _look_ahead(self, stacked, micro_batches):
+    def _look_ahead(self, stacked, micro_batches, add):
         """Embed a whole window, and differentiate its loss by that."""
 
-        def body(index, batch):
-            return self._embed(batch, index, micro_batches)
+        def body(index, batch, carry):
+            return self._embed(batch, index, micro_batches), carry
 
-        parts = self._backend.scan(
-            body, stacked, micro_batches, self._cache.dtypes
+        parts, _ = self._backend.scan(
+            body, stacked, micro_batches, dtypes=self._cache.dtypes
         )
-        cotangents, loss = self._differentiate(join_rows(parts), micro_batches)
+        cotangents, loss = self._differentiate(
+            join_rows(parts), micro_batches, add
+        )
         return split_rows(cotangents, parts[0]), loss
 
     def _embed(self, batch, index, micro_batches):
@@ -505,7 +564,7 @@ class WindowProgram:
         with self._layers_in_window(index):
             return self._cache.embed(batch, info)
 
-    def _differentiate(self, joined, micro_batches):
+    def _differentiate(self, joined, micro_batches, add):
         self._put_back(self._kept)
         info = replace(self._info(0, micro_batches), index=None, is_last=None)
         embeddings, batch = joined
@@ -518,9 +577,7 @@ class WindowProgram:
         for position, gradient in enumerate(gradients):
             if gradient is not None:
                 self._used.add(position)
-                self._backend.add_to(
-                    self._accumulators[position], gradient * count
-                )
+                add(position, gradient * count)
         return cotangents, loss
 
     def _info(self, index, micro_batches):
@@ -547,7 +604,7 @@ class WindowProgram:
             yield
 
     def _accumulate(
-        self, batch, index, micro_batches, totals, weighing, *, ahead
+        self, batch, index, micro_batches, totals, weighing, *, ahead, add
     ):
         index = ops.cast(index, "int32")
         micro_batches = ops.cast(micro_batches, "int32")
@@ -582,17 +639,22 @@ class WindowProgram:
             )
             if self._loss_scale is not None:
                 total = total * self._state.loss_scale.value
-            return total, self._summary(measured, weighing, book.take())
+            summary = self._summary(measured, weighing, book.take())
+            if self._weighs_losses:
+                total = total * summary["gradient_weight"]
+            return total, summary
 
         # Layers may run again while their gradients are taken.
         with self._layers_in_window(index):
             summary, gradients = self._backend.value_and_grad(
-                objective, self._model.trainable_variables
+                objective,
+                self._model.trainable_variables,
+                keeps_rows=self._weighs_losses,
             )
         info = replace(info, loss=summary["loss"], weight=summary["weight"])
         book.open()
         weight = summary["gradient_weight"]
-        norm = self._add_gradients(gradients, weight, info)
+        norm = self._add_gradients(gradients, weight, info, add)
         self._tally(summary, before | summary["logs"] | book.take())
         numbers = [summary["loss"], summary["weight"]]
         if self.measures_gradients:
@@ -615,7 +677,28 @@ class WindowProgram:
             "logs": logs,
         }
 
-    def _add_gradients(self, gradients, weight, info):
+    @property
+    def _weighs_losses(self):
+        """Whether to multiply losses by their weights, not their gradients.
+
+        That is the same, but a gradient that is added as it comes need not
+        pass through memory once more, and the few rows of an embedding that
+        have one can be added alone. Not where somebody looks at gradients,
+        nor in float16, whose range the weights would leave.
+        """
+        return (
+            self._loss_scale is None
+            and not self.measures_gradients
+            and not self._hooks.overrides("on_accumulate")
+        )
+
+    def _add_gradients(self, gradients, weight, info, add):
+        if self._weighs_losses:
+            for position, gradient in enumerate(gradients):
+                if gradient is not None:
+                    self._used.add(position)
+                    add(position, gradient)
+            return None
         factor = weight
         if self._loss_scale is not None:
             factor = factor / self._state.loss_scale.value
@@ -631,8 +714,7 @@ class WindowProgram:
             if gradient is None:
                 continue
             self._used.add(position)
-            gradient = ops.cast(gradient, "float32") * factor
-            self._backend.add_to(self._accumulators[position], gradient)
+            add(position, ops.cast(gradient, "float32") * factor)
         return norm
 
     def _unscaled(self, gradients):
@@ -660,7 +742,7 @@ class WindowProgram:
         )
         self._window.add_logs(logs)
 
-    def _apply(self, micro_batches, weighing):
+    def _apply(self, micro_batches, weighing, sums):
         state, hooks = self._state, self._hooks
         count = ops.cast(micro_batches, "float32")
         means, denominators, regularization, weight, samples = (
@@ -675,10 +757,17 @@ class WindowProgram:
             total_weight=weight,
             loss_scale=state.loss_scale.value,
         )
-        gradients = self._average(weighing, weight, count)
-        norm = global_norm(gradients)
+        divisor = gradient_divisor(
+            weighing, total_weight=weight, micro_batches=count
+        )
+        # The norm of what is yet to be divided, since dividing where the
+        # optimizer reads it spares memory a pass.
+        norm = ops.divide_no_nan(global_norm(sums), divisor)
         is_finite = ops.isfinite(norm)
         hooks._log_book.open()
+        gradients = None
+        if self._clips:
+            gradients = _divide(sums, divisor)
         if hooks.overrides("on_apply"):
             gradients = hooks.on_apply(gradients, info)
             is_finite = ops.logical_and(
@@ -690,7 +779,12 @@ class WindowProgram:
         scale = ops.copy(state.loss_scale.value)
         self._backend.cond(
             is_finite,
-            lambda: self._commit(gradients, info, means, denominators),
+            lambda: self._commit(
+                _divide(sums, divisor) if gradients is None else gradients,
+                info,
+                means,
+                denominators,
+            ),
             self._forget,
         )
         if self._loss_scale is not None:
@@ -710,7 +804,7 @@ class WindowProgram:
             window["clipped_gradient_norm"] = clipped_norm(
                 gradients, self._optimizer
             )
-        self._clear_window()
+        self._window.clear()
         return {
             "window": window,
             "running": self.running_logs(),
@@ -722,18 +816,7 @@ class WindowProgram:
             },
         }
 
-    def _average(self, weighing, weight, micro_batches):
-        """Divide the window's gradients by what they add up to."""
-        divisor = gradient_divisor(
-            weighing, total_weight=weight, micro_batches=micro_batches
-        )
-        return [
-            ops.divide_no_nan(accumulator.value, divisor)
-            for accumulator in self._accumulators
-        ]
-
-    def _clear_window(self):
-        self._window.clear()
+    def _clear_accumulators(self):
         for accumulator in self._accumulators:
             accumulator.assign(ops.zeros_like(accumulator.value))
 
@@ -830,3 +913,8 @@ class WindowProgram:
         with Scratch(read):
             self._add_to_epoch(means, denominators, count)
             return self.running_logs()
+
+
+def _divide(sums, divisor):
+    """Divide the sums of gradients by what their weights add up to."""
+    return [ops.divide_no_nan(total, divisor) for total in sums]

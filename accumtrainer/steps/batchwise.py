@@ -33,6 +33,10 @@ class BatchwiseProgram:
         """Every variable a window may change, each once."""
         return self._program.variables
 
+    def make_accumulators(self):
+        """See `WindowProgram.make_accumulators`."""
+        self._program.make_accumulators()
+
     def needs_totals(self, is_even):
         """See `WindowProgram.needs_totals`."""
         return self._program.needs_totals(is_even)
@@ -108,6 +112,7 @@ class BatchwiseStep:
     """
 
     def __init__(self, program, backend, plan):
+        program.make_accumulators()
         self._backend = backend
         self._step = Step(program, backend, plan)
         self._open = _Layout()
@@ -116,10 +121,7 @@ class BatchwiseStep:
 
         def compiled(function):
             return backend.compile(
-                function,
-                program,
-                jit_compile=plan.jit_compile,
-                moves_arrays=False,
+                function, program, jit_compile=plan.jit_compile
             )
 
         self._add = compiled(

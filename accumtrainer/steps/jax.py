@@ -46,16 +46,13 @@ class JaxBackend:
         specs = jax.tree.map(_to_spec, batch)
         return _primitives(jax.make_jaxpr(function)(specs).jaxpr)
 
-    def compile(self, function, program, *, jit_compile, moves_arrays=True):
+    def compile(self, function, program, *, jit_compile):
         """Compile a function of arrays that may change variables.
 
         Args:
             function: takes nests of arrays, returns a nest of arrays.
             program: object whose `variables` the function may change.
             jit_compile: bool.
-            moves_arrays: bool, whether to move arrays of the host to the
-                device first. Not to is faster and what `Model.fit` does, but
-                refused by a transfer guard.
 
         Returns:
             Function of the same arguments.
@@ -77,8 +74,6 @@ class JaxBackend:
 
         def call(*arguments):
             leaves, treedef = jax.tree.flatten(arguments)
-            if moves_arrays:
-                leaves = _to_device(leaves)
             self._activate(holder)
             return run(leaves, treedef)
 
@@ -135,7 +130,9 @@ class JaxBackend:
         holder.publish(without=ids)
         self._active = None
 
-    def value_and_grad(self, objective, variables, tensors=()):
+    def value_and_grad(
+        self, objective, variables, tensors=(), keeps_rows=False
+    ):
         """Differentiate a scalar by Keras variables, and by arrays.
 
         Args:
@@ -143,11 +140,14 @@ class JaxBackend:
                 nest of arrays.
             variables: list of Keras variables.
             tensors: list of arrays.
+            keeps_rows: ignored, since XLA adds the rows of an embedding alone
+                where it can.
 
         Returns:
             That nest, and a list of gradients: first by the variables, then
             by the arrays.
         """
+        del keeps_rows
         taken = {id(variable) for variable in variables}
         others = [v for v in self._traced if id(v) not in taken]
         current = [v.value for v in others]
@@ -164,59 +164,88 @@ class JaxBackend:
         _assign(others, current, changed)
         return nest, [*gradients[0], *gradients[1]]
 
-    def add_to(self, variable, value):
-        """Add to a Keras variable."""
-        variable.assign(variable.value + value)
+    def add(self, total, gradient):
+        """Return the sum of an array and a gradient."""
+        return total + gradient.astype("float32")
+
+    def add_to(self, variable, gradient):
+        """Add a gradient to a Keras variable."""
+        variable.assign(self.add(variable.value, gradient))
 
     def cond(self, predicate, true_fn, false_fn):
         """Run one of two functions that change variables.
 
-        Both are computed and the outcome is selected, which fuses with the
-        update itself; `lax.cond` would copy every variable instead.
+        Those that neither changes do not pass through the branches, where
+        they could be copied.
         """
+        if not isinstance(predicate, jax.core.Tracer):
+            (true_fn if predicate else false_fn)()
+            return
         variables = self._traced
         current = [v.value for v in variables]
-        outcomes = []
-        for function in (true_fn, false_fn):
-            with _scope(variables, current) as scope:
-                function()
-            outcomes.append(_values(scope, variables))
-        chosen = [
-            a if a is b else jax.numpy.where(predicate, a, b)
-            for a, b in zip(*outcomes, strict=True)
-        ]
-        _assign(variables, current, chosen)
 
-    def scan(self, body, stacked, length, dtypes="float32"):
-        """Run `body(index, item)` over the first axis, in order.
+        def trace(function):
+            def run(*arrays):
+                with _scope(variables, arrays) as scope:
+                    function()
+                return _values(scope, variables)
+
+            return jax.make_jaxpr(run)(*current)
+
+        traced = [trace(true_fn), trace(false_fn)]
+        changed = sorted(set().union(*map(_changed_positions, traced)))
+
+        def branch(closed):
+            def run(arrays):
+                known = list(current)
+                for position, array in zip(changed, arrays, strict=True):
+                    known[position] = array
+                outcome = jaxpr_as_fun(closed)(*known)
+                return [outcome[position] for position in changed]
+
+            return run
+
+        before = [current[position] for position in changed]
+        after = jax.lax.cond(predicate, *map(branch, traced), before)
+        _assign([variables[i] for i in changed], before, after)
+
+    def scan(self, body, stacked, length, carry=(), dtypes="float32"):
+        """Run `body(index, item, carry)` over the first axis, in order.
 
         Args:
-            body: function of a scalar int32 and a nest of arrays; may change
-                variables; returns a nest of arrays of fixed shapes.
+            body: function of a scalar int32, a nest of arrays, and what is
+                carried; may change variables; returns a nest of arrays of
+                fixed shapes, and what to carry on.
             stacked: nest of arrays `[length, ...]`.
             length: int.
+            carry: list of arrays, given to the first call.
             dtypes: ignored, since JAX finds out by itself.
 
         Returns:
-            Nest of arrays `[length, ...]`, the results in order.
+            Pair: nest of arrays `[length, ...]`, the results in order; and
+            what the last call carries on.
         """
         del dtypes
+        carry = list(carry)
         if length == 1:
             item = jax.tree.map(lambda leaf: leaf[0], stacked)
-            result = body(jax.numpy.zeros((), "int32"), item)
-            return jax.tree.map(lambda leaf: leaf[None], result)
+            result, carry = body(jax.numpy.zeros((), "int32"), item, carry)
+            return jax.tree.map(lambda leaf: leaf[None], result), carry
         variables = self._traced
         current = [v.value for v in variables]
 
-        def step(arrays, indexed):
+        def step(state, indexed):
+            arrays, carry = state
             with _scope(variables, arrays) as scope:
-                result = body(*indexed)
-            return _values(scope, variables), result
+                result, carry = body(*indexed, carry)
+            return (_values(scope, variables), carry), result
 
         indices = jax.numpy.arange(length, dtype="int32")
-        arrays, results = jax.lax.scan(step, current, (indices, stacked))
+        (arrays, carry), results = jax.lax.scan(
+            step, (current, carry), (indices, stacked)
+        )
         _assign(variables, current, arrays)
-        return results
+        return results, carry
 
     def has_accelerator(self):
         """Whether there is a device other than the CPU."""
@@ -268,14 +297,15 @@ class _Compiled:
         self._function = function
         self._holder = holder
         self._warn_of_many_shapes = warn_of_many_shapes
-        self._variables = None
+        self._variables = []
         self._programs = {}
 
     def __call__(self, leaves, treedef):
         holder = self._holder
         if self._variables is not holder.variables:
+            if not _begins_with(holder.variables, self._variables):
+                self._programs = {}
             self._variables = holder.variables
-            self._programs = {}
         key = (treedef, *((leaf.shape, leaf.dtype) for leaf in leaves))
         program = self._programs.get(key)
         if program is None:
@@ -283,7 +313,11 @@ class _Compiled:
             self._programs[key] = program
         run, changed, kept = program
         given = holder.give(changed)
-        result, arrays = run(given, [holder.arrays[i] for i in kept], leaves)
+        read = [holder.arrays[i] for i in kept]
+        # That batches of the host move to the device here is meant; it takes
+        # a sixth of the time that `device_put` takes.
+        with jax.transfer_guard_host_to_device("allow"):
+            result, arrays = run(given, read, leaves)
         for position, array in zip(changed, arrays, strict=True):
             holder.arrays[position] = array
         return result
@@ -302,11 +336,8 @@ class _Compiled:
         closed, (result, _) = jax.make_jaxpr(self._function, return_shape=True)(
             self._holder.arrays, jax.tree.unflatten(treedef, leaves)
         )
-        before = closed.jaxpr.invars[:count]
-        after = closed.jaxpr.outvars[len(closed.jaxpr.outvars) - count :]
-        pairs = list(zip(before, after, strict=True))
-        changed = [i for i, (a, b) in enumerate(pairs) if a is not b]
-        kept = [i for i, (a, b) in enumerate(pairs) if a is b]
+        changed = _changed_positions(closed, count)
+        kept = [i for i in range(count) if i not in changed]
         function, structure = jaxpr_as_fun(closed), jax.tree.structure(result)
 
         def run(given, read, leaves):
@@ -414,6 +445,12 @@ def _read(variable):
     return array if isinstance(array, jax.Array) else jax.numpy.asarray(array)
 
 
+def _begins_with(variables, first):
+    """Whether a list of variables begins with those of another."""
+    pairs = zip(variables, first, strict=False)
+    return len(first) <= len(variables) and all(a is b for a, b in pairs)
+
+
 def _to_device(leaves):
     """Move the leaves that are not there yet, in one call."""
     host = [i for i, v in enumerate(leaves) if not isinstance(v, jax.Array)]
@@ -437,6 +474,23 @@ def _assign(variables, before, after):
     for variable, old, new in zip(variables, before, after, strict=True):
         if new is not old:
             variable.assign(new)
+
+
+def _changed_positions(closed, count=None):
+    """Find the arguments that a program returns otherwise than they came.
+
+    Args:
+        closed: closed jaxpr.
+        count: int, how many of its first arguments are its last results;
+            `None` for all.
+
+    Returns:
+        List of int.
+    """
+    before, after = closed.jaxpr.invars, closed.jaxpr.outvars
+    count = len(after) if count is None else count
+    pairs = zip(before[:count], after[len(after) - count :], strict=True)
+    return [i for i, (a, b) in enumerate(pairs) if a is not b]
 
 
 def _to_spec(leaf):

@@ -219,6 +219,7 @@ class Step:
 
     def _accumulate(self, window):
         """Run the micro-batches of a window, one by one."""
+        self._program.make_accumulators()
         is_even, count = window.is_even, self._count(window)
         batches = window.split()
         indices = [self._constant(i, "int32") for i in range(len(batches))]

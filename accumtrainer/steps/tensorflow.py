@@ -39,7 +39,7 @@ class TensorFlowBackend:
         specs = tree.map_structure(_to_spec, batch)
         return _operations(traced.get_concrete_function(specs).graph)
 
-    def compile(self, function, program, *, jit_compile, moves_arrays=True):
+    def compile(self, function, program, *, jit_compile):
         """Compile a function of tensors that may change variables.
 
         Args:
@@ -47,12 +47,11 @@ class TensorFlowBackend:
             program: object whose `variables` the function may change; they
                 are changed in place.
             jit_compile: bool, whether XLA compiles it.
-            moves_arrays: ignored, since it makes no difference here.
 
         Returns:
             Function of the same arguments.
         """
-        del program, moves_arrays
+        del program
         if self._run_eagerly:
             return lambda *args: function(
                 *(tree.map_structure(_to_tensor, arg) for arg in args)
@@ -117,7 +116,9 @@ class TensorFlowBackend:
             return True
         return model.distribute_strategy is not tf.distribute.get_strategy()
 
-    def value_and_grad(self, objective, variables, tensors=()):
+    def value_and_grad(
+        self, objective, variables, tensors=(), keeps_rows=False
+    ):
         """Differentiate a scalar by Keras variables, and by tensors.
 
         Args:
@@ -125,11 +126,13 @@ class TensorFlowBackend:
                 nest of tensors.
             variables: list of Keras variables.
             tensors: list of tensors.
+            keeps_rows: whether float32 gradients of embeddings may come as
+                those rows that are not zero, for `add` and `add_to`.
 
         Returns:
-            That nest, and a list of dense gradients, `None` where unused:
-            first by the variables, then by the tensors. Repeated rows of
-            embedding gradients are added up.
+            That nest, and a list of gradients, `None` where unused: first by
+            the variables, then by the tensors. They are dense, repeated rows
+            of embedding gradients added up, unless `keeps_rows`.
         """
         values = [*(variable.value for variable in variables), *tensors]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -137,12 +140,28 @@ class TensorFlowBackend:
             total, nest = objective(*tensors)
         gradients = tape.gradient(total, values)
         return nest, [
-            None if g is None else tf.convert_to_tensor(g) for g in gradients
+            g
+            if g is None or (keeps_rows and g.dtype == tf.float32)
+            else tf.convert_to_tensor(g)
+            for g in gradients
         ]
 
-    def add_to(self, variable, value):
-        """Add to a Keras variable in place."""
-        variable.value.assign_add(value)
+    def add(self, total, gradient):
+        """Return the sum of a tensor and a gradient."""
+        gradient = _in_float32(gradient)
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.tensor_scatter_nd_add(
+                total, gradient.indices[:, None], gradient.values
+            )
+        return total + gradient
+
+    def add_to(self, variable, gradient):
+        """Add a gradient to a Keras variable in place."""
+        gradient = _in_float32(gradient)
+        if isinstance(gradient, tf.IndexedSlices):
+            variable.value.scatter_add(gradient)
+        else:
+            variable.value.assign_add(gradient)
 
     def cond(self, predicate, true_fn, false_fn):
         """Run one of two functions that change variables."""
@@ -156,18 +175,21 @@ class TensorFlowBackend:
 
         tf.cond(predicate, without_result(true_fn), without_result(false_fn))
 
-    def scan(self, body, stacked, length, dtypes="float32"):
-        """Run `body(index, item)` over the first axis, in order.
+    def scan(self, body, stacked, length, carry=(), dtypes="float32"):
+        """Run `body(index, item, carry)` over the first axis, in order.
 
         Args:
-            body: function of a scalar int32 and a nest of tensors; may change
-                variables; returns a nest of tensors of fixed shapes.
+            body: function of a scalar int32, a nest of tensors, and what is
+                carried; may change variables; returns a nest of tensors of
+                fixed shapes, and what to carry on.
             stacked: nest of tensors `[length, ...]`.
             length: scalar int32.
+            carry: list of tensors, given to the first call.
             dtypes: nest of the dtypes of what `body` returns.
 
         Returns:
-            Nest of tensors `[length, ...]`, the results in order.
+            Pair: nest of tensors `[length, ...]`, the results in order; and
+            what the last call carries on.
         """
 
         def take(index):
@@ -177,27 +199,34 @@ class TensorFlowBackend:
 
         static = tf.get_static_value(length)
         if static == 1 or tf.executing_eagerly():
-            results = [body(tf.constant(i), take(i)) for i in range(static)]
-            return tree.map_structure(_stack, *results)
+            results = []
+            for index in range(static):
+                result, carry = body(tf.constant(index), take(index), carry)
+                results.append(result)
+            return tree.map_structure(_stack, *results), carry
 
-        def step(index, arrays):
-            results = _present(body(index, take(index)))
-            return index + 1, [
+        def step(index, arrays, carry):
+            result, carry = body(index, take(index), carry)
+            arrays = [
                 array.write(index, leaf)
-                for array, leaf in zip(arrays, results, strict=True)
+                for array, leaf in zip(arrays, _present(result), strict=True)
             ]
+            return index + 1, arrays, list(carry)
 
-        _, arrays = tf.while_loop(
-            lambda index, _: index < length,
+        # One at a time, since micro-batches that overlap have all their
+        # activations in memory.
+        _, arrays, carry = tf.while_loop(
+            lambda index, *_: index < length,
             step,
             [
                 tf.constant(0),
                 [tf.TensorArray(d, size=length) for d in _present(dtypes)],
+                list(carry),
             ],
             parallel_iterations=1,
         )
         stacked = iter([array.stack() for array in arrays])
-        return tree.map_structure(lambda d: d and next(stacked), dtypes)
+        return tree.map_structure(lambda d: d and next(stacked), dtypes), carry
 
     def has_accelerator(self):
         """Whether there is a device other than the CPU."""
@@ -319,6 +348,12 @@ def _take_joined(iterator, count):
     )
     joined = tf.nest.pack_sequence_as(spec, [a.concat() for a in arrays])
     return joined, sizes.stack()
+
+
+def _in_float32(gradient):
+    if gradient.dtype == tf.float32:
+        return gradient
+    return tf.cast(tf.convert_to_tensor(gradient), tf.float32)
 
 
 def _present(nest):
