@@ -5,7 +5,9 @@
 #                 Keras Core too, again once per backend
 #   make check    what continuous integration expects: format, lint, types,
 #                 tests, doctests
-#   make bench    compare the speed with Keras's own fit
+#   make bench    compare the speed with Keras's own fit, and more
+#   make bench-quick  three cells, against what was recorded
+#   make bench-peers  compare with Lightning and Accelerate too
 #   make soak     kill training two hundred times on each backend, and compare
 #                 where it ends (KILLS=20 for fewer)
 #   make format   put the code into the shape that `make check` wants
@@ -14,10 +16,12 @@
 # KERAS_BACKEND=jax make test      tests one backend only; where there is no
 #                                  .venv yet, it gets that backend alone
 # make test PYTEST_ARGS="-k tail"  passes options to pytest
+# make bench BENCH_ARGS="--cells mlp"  and to the benchmark
 
 PYTHON ?= python3
 BACKENDS ?= tensorflow jax
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 KILLS ?= 200
 
 # A backend chosen in the environment is the only one that is tested.
@@ -32,7 +36,8 @@ INSTALLED := $(BACKENDS:%=.venv/.installed-%)
 TESTS := $(BACKENDS:%=test-%)
 KERAS_CORE_TESTS := $(BACKENDS:%=test-keras_core-%)
 
-.PHONY: demo test $(TESTS) $(KERAS_CORE_TESTS) check lint types doctest bench soak format clean
+.PHONY: demo test $(TESTS) $(KERAS_CORE_TESTS) check lint types doctest bench \
+	bench-quick bench-peers soak format clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
 
@@ -66,7 +71,19 @@ doctest: $(INSTALLED)
 	$(BIN)/python -m pytest --doctest-modules accumtrainer callbacks
 
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/bench.py
+	for backend in $(BACKENDS); do \
+		KERAS_BACKEND=$$backend $(BIN)/python benchmarks/bench.py \
+			--k1 --memory $(BENCH_ARGS) || exit 1; \
+	done
+
+bench-quick: $(INSTALLED)
+	for backend in $(BACKENDS); do \
+		KERAS_BACKEND=$$backend $(BIN)/python benchmarks/bench.py \
+			--quick $(BENCH_ARGS) || exit 1; \
+	done
+
+bench-peers: .venv-peers/.installed
+	$(MAKE) bench BENCH_ARGS="--peers .venv-peers/bin/python $(BENCH_ARGS)"
 
 soak: $(INSTALLED)
 	for backend in $(BACKENDS); do \
@@ -91,6 +108,13 @@ $(INSTALLED): .venv/.installed-%: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		--editable '.[dev,$*]' --constraint constraints.txt
+	@touch $@
+
+.venv-peers/.installed: benchmarks/requirements-peers.txt
+	@echo "Installing PyTorch and others into .venv-peers."
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet \
+		--disable-pip-version-check --requirement $<
 	@touch $@
 
 # The one of all the backends in use.

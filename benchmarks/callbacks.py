@@ -2,9 +2,10 @@
 
 The small perceptron of `bench.py`, 8 micro-batches of 32, is trained by turns
 with and without a callback, and inside `Model.fit` by the callback and by what
-Keras has of its own. A turn is one call of `fit` of several epochs, of which
-the first, which starts things up, is not counted. Printed are medians over
-rounds and in brackets the smallest and the largest; ratios of updates per
+Keras has of its own; the convolutions, whose epochs take about a second, with
+and without checkpoints. A turn is one call of `fit` of several epochs, of
+which the first, which starts things up, is not counted. Printed are medians
+over rounds and in brackets the smallest and the largest; ratios of updates per
 second are taken round by round.
 
     python benchmarks/callbacks.py
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
-from bench import mlp, random_data
+from cells import conv, mlp, random_data
 
 from accumtrainer import Accumulation, Every, Trainer
 from accumtrainer.callbacks import (
@@ -26,6 +27,7 @@ from accumtrainer.callbacks import (
     GradientAccumulation,
     WandbLogger,
 )
+from accumtrainer.callbacks.background import Background
 
 UPDATES = 200
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -46,6 +48,39 @@ class EpochClock(keras.callbacks.Callback):
     def seconds(self):
         """Return the seconds of an epoch, the first one left out."""
         return (self.moments[-1] - self.moments[1]) / (len(self.moments) - 2)
+
+
+class BareWandb(keras.callbacks.Callback):
+    """Logs ten made-up numbers every 10 updates, and reads none.
+
+    What W&B itself costs, in a thread of its own: nothing that logs as often
+    can cost less.
+
+    Args:
+        options: dict of arguments of `wandb.init`.
+    """
+
+    looks_at_model = False
+
+    def __init__(self, options):
+        super().__init__()
+        self._options = options
+
+    def on_train_begin(self, logs=None):
+        import wandb
+
+        self._run = wandb.init(**self._options)
+        self._background = Background("bare")
+        self._updates = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._updates += 1
+        if self._updates % 10 == 0:
+            row = {f"number_{i}": self._updates + i / 10 for i in range(10)}
+            self._background.do(self._run.log, row)
+
+    def on_train_end(self, logs=None):
+        self._background.finish(60, self._run.finish)
 
 
 def fit(trains, data, batch_size, callbacks, epochs):
@@ -72,8 +107,15 @@ def make_trainer(cell):
     )
 
 
-def beside_trainer(cell, data, epochs, folder):
-    """List the contenders that train with a Trainer, the plain one first."""
+def beside_trainer(cell, data, epochs, callbacks):
+    """List the contenders that train with a Trainer, the plain one first.
+
+    Args:
+        cell: `Cell`.
+        data: pair of arrays.
+        epochs: int.
+        callbacks: dict by name of functions that return a list of callbacks.
+    """
 
     def contender(make_callbacks):
         trainer = make_trainer(cell)
@@ -84,18 +126,9 @@ def beside_trainer(cell, data, epochs, folder):
 
         return run
 
-    every = Every(10, "updates")
-    options = {"project": "overhead", "mode": "offline", "dir": str(folder)}
     return {
-        "Trainer": contender(list),
-        "with WandbLogger, every 10 updates": contender(
-            lambda: [WandbLogger(every=every, **options)]
-        ),
-        "with Checkpoint, every epoch": contender(
-            lambda: [
-                Checkpoint(folder / "checkpoints", every=Every(1, "epochs"))
-            ]
-        ),
+        name: contender(make)
+        for name, make in ({"Trainer": list} | callbacks).items()
     }
 
 
@@ -123,7 +156,7 @@ def inside_fit(cell, data, epochs, steps_per_execution):
     }
 
 
-def compare(title, contenders, rounds):
+def compare(title, contenders, rounds, updates):
     """Run contenders by turns, and print how they compare to the first."""
     seconds = {name: [] for name in contenders}
     for run in contenders.values():
@@ -137,7 +170,7 @@ def compare(title, contenders, rounds):
     print(f"\n{title}; {rounds} rounds")
     for name, values in seconds.items():
         ratios = np.sort(reference / np.array(values))
-        millis = 1000 * np.median(values) / UPDATES
+        millis = 1000 * np.median(values) / updates
         print(
             f"  {name:<36} {millis:7.3f} ms per update, "
             f"{np.median(ratios):.3f}x ({ratios[0]:.3f}x-{ratios[-1]:.3f}x)",
@@ -158,16 +191,40 @@ def main():
     data = (drawn["x"], drawn["y"])
     print(f"{keras.backend.backend()}, {cell.title}")
     with tempfile.TemporaryDirectory() as folder:
-        compare(
-            "Trainer",
-            beside_trainer(cell, data, options.epochs, Path(folder)),
-            options.rounds,
+        wandb = {
+            "project": "overhead",
+            "mode": "offline",
+            "dir": folder,
+            "settings": {"silent": True},
+        }
+        checkpoints = {
+            "with Checkpoint, every epoch": lambda: [
+                Checkpoint(
+                    Path(folder) / "checkpoints", every=Every(1, "epochs")
+                )
+            ]
+        }
+        loggers = {
+            "with WandbLogger, every 10 updates": lambda: [
+                WandbLogger(every=Every(10, "updates"), **wandb)
+            ],
+            "with W&B alone, every 10 updates": lambda: [BareWandb(wandb)],
+        }
+        contenders = beside_trainer(
+            cell, data, options.epochs, loggers | checkpoints
         )
+        compare("Trainer", contenders, options.rounds, UPDATES)
+        images = conv()
+        contenders = beside_trainer(
+            images, (images.x, images.y), options.epochs, checkpoints
+        )
+        compare(images.title, contenders, options.rounds, images.most_updates)
     for steps in (1, cell.micro_batches):
         compare(
             f"inside fit, steps_per_execution={steps}",
             inside_fit(cell, data, max(3, options.epochs // 2), steps),
             options.rounds,
+            UPDATES,
         )
 
 

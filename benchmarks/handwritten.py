@@ -1,15 +1,19 @@
-"""The limit: a window written by hand for one model, with nothing beside it.
+"""Windows written by hand for one model, with nothing beside them.
 
 No metrics, no hooks, no loss scaling, no check that gradients are finite, no
-denominators: what a researcher writes who needs only this one update. All
-functions return a function of a window's arrays `[k, m, ...]` that makes one
-update and returns the mean loss, still on the device.
+denominators: what a researcher writes who needs only this one update.
+`make_window` is the limit; `make_recipe` and `make_optax_loop` are what is
+found when one looks for how to accumulate. All functions return a function of
+a window's arrays `[k, m, ...]` that makes one update and returns the mean
+loss, still on the device.
 """
 
 import keras
 
 
-def make_window(model, optimizer, loss_fn, *, jit_compile, is_fused=True):
+def make_window(
+    model, optimizer, loss_fn, *, jit_compile, is_fused=True, parallel=1
+):
     """Make the hand-written update of the backend Keras runs on.
 
     Args:
@@ -19,6 +23,8 @@ def make_window(model, optimizer, loss_fn, *, jit_compile, is_fused=True):
         jit_compile: bool, for TensorFlow; JAX always compiles.
         is_fused: bool, for JAX: whether the window is one compiled call, or
             one for each micro-batch and one to apply.
+        parallel: int, for TensorFlow: how many micro-batches may be under way
+            at once, and have their activations in memory.
 
     Returns:
         Pair of functions: of `(x, y)` to the window's mean loss, and of
@@ -29,7 +35,7 @@ def make_window(model, optimizer, loss_fn, *, jit_compile, is_fused=True):
         make = _make_jax_window if is_fused else _make_jax_stream
         return make(model, optimizer, loss_fn)
     return _make_tensorflow_window(
-        model, optimizer, loss_fn, jit_compile=jit_compile
+        model, optimizer, loss_fn, jit_compile=jit_compile, parallel=parallel
     )
 
 
@@ -125,7 +131,9 @@ def _make_jax_stream(model, optimizer, loss_fn):
     return run, lambda: jax.block_until_ready(state)
 
 
-def _make_tensorflow_window(model, optimizer, loss_fn, *, jit_compile):
+def _make_tensorflow_window(
+    model, optimizer, loss_fn, *, jit_compile, parallel
+):
     import tensorflow as tf
 
     weights = [variable.value for variable in model.trainable_variables]
@@ -143,7 +151,10 @@ def _make_tensorflow_window(model, optimizer, loss_fn, *, jit_compile):
 
         zeros = [tf.zeros_like(weight) for weight in weights]
         _, total, gradients = tf.while_loop(
-            lambda index, *_: index < count, step, [0, 0.0, zeros]
+            lambda index, *_: index < count,
+            step,
+            [0, 0.0, zeros],
+            parallel_iterations=parallel,
         )
         scale = 1 / tf.cast(count, tf.float32)
         gradients = [gradient * scale for gradient in gradients]
@@ -151,3 +162,97 @@ def _make_tensorflow_window(model, optimizer, loss_fn, *, jit_compile):
         return total * scale
 
     return window, lambda: weights[0].numpy()
+
+
+def make_recipe(model, optimizer, loss_fn):
+    """Make the update that tutorials show, on TensorFlow.
+
+    One compiled function adds a micro-batch's gradients to variables, another
+    applies them.
+
+    Args:
+        model: `keras.Model`, built.
+        optimizer: Keras optimizer, not built.
+        loss_fn: function of targets and predictions, a scalar mean.
+
+    Returns:
+        Pair of functions, as of `make_window`.
+    """
+    import tensorflow as tf
+
+    optimizer.build(model.trainable_variables)
+    weights = [variable.value for variable in model.trainable_variables]
+    sums = [tf.Variable(tf.zeros_like(w), trainable=False) for w in weights]
+
+    @tf.function(reduce_retracing=True)
+    def accumulate(x, y):
+        with tf.GradientTape() as tape:
+            loss = loss_fn(y, model(x, training=True))
+        for total, new in zip(sums, tape.gradient(loss, weights), strict=True):
+            total.assign_add(new)
+        return loss
+
+    @tf.function
+    def apply(count):
+        means = [total / count for total in sums]
+        optimizer.apply(means, model.trainable_variables)
+        for total in sums:
+            total.assign(tf.zeros_like(total))
+
+    def run(x, y):
+        losses = [accumulate(*batch) for batch in zip(x, y, strict=True)]
+        apply(tf.constant(float(len(losses))))
+        return sum(losses) / len(losses)
+
+    return run, lambda: weights[0].numpy()
+
+
+def make_optax_loop(model, loss_fn, steps):
+    """Make the update of `optax.MultiSteps`, on JAX.
+
+    Args:
+        model: `keras.Model`, built.
+        loss_fn: function of targets and predictions, a scalar mean.
+        steps: int, micro-batches in an update.
+
+    Returns:
+        Pair of functions, as of `make_window`.
+    """
+    import jax
+    import optax
+
+    optimizer = optax.MultiSteps(optax.adam(1e-3, eps=1e-7), steps)
+
+    def loss_of(weights, others, x, y):
+        outputs, others = model.stateless_call(
+            weights, others, x, training=True
+        )
+        return loss_fn(y, outputs), others
+
+    def step(state, x, y):
+        weights, others, slots = state
+        (loss, others), gradients = jax.value_and_grad(loss_of, has_aux=True)(
+            weights, others, x, y
+        )
+        changes, slots = optimizer.update(gradients, slots, weights)
+        return loss, (optax.apply_updates(weights, changes), others, slots)
+
+    step = jax.jit(step, donate_argnums=0)
+    weights, others = [
+        [jax.numpy.array(v.value) for v in variables]
+        for variables in (
+            model.trainable_variables,
+            model.non_trainable_variables,
+        )
+    ]
+    state = (weights, others, optimizer.init(weights))
+
+    def run(x, y):
+        nonlocal state
+        losses = []
+        for batch in zip(x, y, strict=True):
+            loss, state = step(state, *batch)
+            losses.append(loss)
+        return sum(losses) / len(losses)
+
+    return run, lambda: jax.block_until_ready(state)

@@ -1,0 +1,202 @@
+"""How contenders are measured: in turn; memory in a process for each."""
+
+import ctypes
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+from contenders import BACKEND, CONTENDERS, PEERS, Runner, start_peer
+
+STATUS = Path("/proc/self/status")
+
+
+@dataclasses.dataclass(kw_only=True)
+class Timing:
+    """What was measured of one contender on one cell.
+
+    Args:
+        runner: `Runner`.
+        first_update_secs: seconds from the model to its first update,
+            compilation included; `None` for peers, who start elsewhere.
+        first_loss: loss before the first update.
+        compilations: programs compiled until the second round, `None` where
+            nobody counts.
+        updates: updates in a round.
+        rounds: list of seconds per update, one per round.
+        peak_bytes: memory of an update beyond the model, `None` if not
+            measured.
+    """
+
+    runner: Runner
+    first_update_secs: float | None
+    first_loss: float
+    compilations: int | None = None
+    updates: int = 1
+    rounds: list[float] = dataclasses.field(default_factory=list)
+    peak_bytes: int | None = None
+
+
+class Compilations:
+    """Counts what JAX compiles; TensorFlow has no public way to tell."""
+
+    def __init__(self):
+        self._count = 0
+        if BACKEND == "jax":
+            import jax
+
+            jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event, duration, **_):
+        self._count += event.endswith("backend_compile_duration")
+
+    @property
+    def count(self):
+        """Programs compiled so far, or `None`."""
+        return self._count if BACKEND == "jax" else None
+
+
+COMPILATIONS = Compilations()
+
+
+def measure(cell, contenders, *, rounds, round_secs, python=None):
+    """Time some contenders on one cell, in turn.
+
+    Args:
+        cell: `Cell`.
+        contenders: list of names.
+        rounds: int.
+        round_secs: seconds that a round should take at most.
+        python: interpreter of the peers, or `None` to leave them out.
+
+    Returns:
+        Dict from name to `Timing`.
+    """
+    timings = {name: start(CONTENDERS[name], cell) for name in contenders}
+    check_losses(timings)
+    if python is not None:
+        timings |= {
+            name: start(
+                lambda cell, model, n=name: start_peer(n, cell, model, python),
+                cell,
+            )
+            for name in PEERS
+        }
+    for timing in timings.values():
+        warm_up(timing, round_secs, cell.most_updates)
+    for _ in range(rounds):
+        for timing in timings.values():
+            timing.rounds.append(
+                seconds_per_update(timing.runner, timing.updates)
+            )
+    for timing in timings.values():
+        timing.runner.close()
+    return timings
+
+
+def start(make_runner, cell):
+    """Make the first update of a contender, `Timing` without rounds."""
+    keras.utils.set_random_seed(0)
+    model = cell.make_model()
+    compiled = COMPILATIONS.count
+    begun = time.perf_counter()
+    runner = make_runner(cell, model)
+    loss = runner.fit(1)
+    secs = time.perf_counter() - begun
+    if compiled is not None:
+        compiled = COMPILATIONS.count - compiled
+    is_peer = runner.name in PEERS.values()
+    return Timing(
+        runner=runner,
+        first_update_secs=None if is_peer else secs,
+        first_loss=loss,
+        compilations=None if is_peer else compiled,
+    )
+
+
+def warm_up(timing, round_secs, most_updates):
+    """Find out how many updates a round affords."""
+    secs = seconds_per_update(timing.runner, 1)
+    if secs < round_secs:
+        # The faster one is free of what happens only once.
+        secs = min(seconds_per_update(timing.runner, 2) for _ in range(2))
+        timing.updates = max(2, min(int(round_secs / secs), most_updates))
+        timing.runner.fit(timing.updates)
+
+
+def check_losses(timings):
+    """Make sure that all begin with the same weights and the same data."""
+    losses = {name: timing.first_loss for name, timing in timings.items()}
+    if not np.allclose(list(losses.values()), min(losses.values()), rtol=1e-2):
+        raise AssertionError(f"The first losses differ: {losses}")
+
+
+def seconds_per_update(runner, updates):
+    """Time one call of `fit`."""
+    begun = time.perf_counter()
+    runner.fit(updates)
+    return (time.perf_counter() - begun) / updates
+
+
+def start_backend():
+    """Pay for what a process does once, at nobody's expense."""
+    model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    model.fit(np.zeros([2, 1]), np.zeros([2, 1]), verbose=0)
+
+
+def measure_peak(command, cell_name, contender):
+    """Measure a contender's memory in a process of its own.
+
+    Args:
+        command: list of str, what runs `bench.py` with the same options.
+        cell_name: str.
+        contender: str.
+
+    Returns:
+        int, bytes; `None` where the system does not tell, or it failed.
+    """
+    finished = subprocess.run(
+        [
+            *(sys.executable, *command, "--cells", cell_name),
+            *("--contenders", contender, "--peak-of-one"),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return json.loads(finished.stdout.splitlines()[-1] or "null")
+
+
+def peak_of_one(cell, contender):
+    """Measure the peak of an update in this process beyond the model.
+
+    What the first updates leave behind, compilers above all, is given back to
+    the system as far as it can be; then the peak of two more is taken. The
+    optimizer's variables are counted in, and gradients where they are kept.
+
+    Returns:
+        int, bytes; `None` where the system does not tell.
+    """
+    if not STATUS.exists():
+        return None
+    start_backend()
+    model = cell.make_model()
+    before = read_status("VmRSS")
+    runner = CONTENDERS[contender](cell, model)
+    for _ in range(2):
+        runner.fit(2)
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    runner.fit(2)
+    return max(0, read_status("VmHWM") - before)
+
+
+def read_status(name):
+    """Read one of this process's sizes from the system, in bytes."""
+    found = re.search(rf"^{name}:\s+(\d+) kB$", STATUS.read_text(), re.M)
+    return 1024 * int(found[1])

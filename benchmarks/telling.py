@@ -1,0 +1,251 @@
+"""How measurements are told: tables, a picture, and what was recorded."""
+
+import datetime
+import json
+import os
+import platform
+import re
+from importlib import metadata
+from pathlib import Path
+
+import keras
+import numpy as np
+from contenders import BACKEND
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "RESULTS.md"
+RECORDED = FOLDER / "recorded.json"
+OURS = "trainer"
+REFERENCE = "keras_accumulating"
+
+TARGETS = {
+    # cell: against Keras accumulating on TensorFlow, on JAX, Lightning, and
+    # the best window written by hand
+    "mlp 32x8": (10, 4.5, 5, 0.95),
+    "mlp 4x32": (20, 6, 15, 0.95),
+    "conv 8x8": (1.7, 1.2, 1.5, 0.98),
+    "gpt 4x8": (1.9, 1.15, 1.4, 0.98),
+    "vgg16 1x16": (1.5, 1.2, 1.2, 0.98),
+    "text 16x8": (2, 1.3, 1.2, 0.98),
+}
+TARGETS_OF_K1 = (1, 1, 1, 0.95)
+
+
+def tell(timings):
+    """Turn measurements into the lines of a Markdown table.
+
+    Args:
+        timings: dict from contender to `Timing`.
+
+    Returns:
+        List of str.
+    """
+    rows = [
+        (
+            "",
+            "ms per update",
+            "Trainer against it",
+            "first update",
+            "compiled",
+            "peak memory",
+        )
+    ]
+    for name, timing in timings.items():
+        secs = np.array(timing.rounds)
+        detail = timing.runner.describe()
+        rows.append(
+            (
+                timing.runner.name + f" ({detail})" * bool(detail),
+                spread(secs * 1000, "{:.2f}"),
+                spread(advantage(timings, name), "{:.2f}x"),
+                _or_blank(timing.first_update_secs, "{:.1f} s"),
+                _or_blank(timing.compilations, "{}"),
+                _or_blank(timing.peak_bytes, "{:,.0f} MiB", 2**20),
+            )
+        )
+    filled = [any(column[1:]) for column in zip(*rows, strict=True)]
+    return format_table(
+        [
+            [text for text, keep in zip(row, filled, strict=True) if keep]
+            for row in rows
+        ]
+    )
+
+
+def advantage(timings, name):
+    """Return how many times as fast our Trainer is, an array of rounds."""
+    ours = timings.get(OURS)
+    if ours is None:
+        return []
+    return np.array(timings[name].rounds) / np.array(ours.rounds)
+
+
+def summarize(timings):
+    """Return our ratios to those that matter, dict of floats by who it is."""
+    medians = {
+        name: float(np.median(advantage(timings, name)))
+        for name in timings
+        if OURS in timings
+    }
+    by_hand = [v for k, v in medians.items() if k.startswith("handwritten")]
+    ratios = {
+        "Keras": medians.get(REFERENCE),
+        "Lightning": medians.get("lightning"),
+        "by hand": min(by_hand, default=None),
+    }
+    return {name: round(v, 3) for name, v in ratios.items() if v is not None}
+
+
+def compare_with_targets(key, ratios):
+    """Say which targets are met.
+
+    Args:
+        key: str, the cell's.
+        ratios: dict, what `summarize` returns.
+
+    Returns:
+        List of str.
+    """
+    tensorflow, jax, lightning, by_hand = TARGETS.get(
+        key, TARGETS_OF_K1 if key.endswith("x1") else (None,) * 4
+    )
+    targets = {
+        "Keras": tensorflow if BACKEND == "tensorflow" else jax,
+        "Lightning": lightning,
+        "by hand": by_hand,
+    }
+    return [
+        f"{name} {ratios[name]:.2f}x, target {target}x"
+        + (": below" if ratios[name] < target else "")
+        for name, target in targets.items()
+        if target is not None and name in ratios
+    ]
+
+
+def compare_with_recorded(key, ratios, backend=BACKEND):
+    """Say which ratios are more than a tenth below the recorded ones.
+
+    Returns:
+        List of str.
+
+    Example:
+        >>> compare_with_recorded("no such cell", {"Keras": 2.0})
+        []
+    """
+    recorded = read_recorded().get(backend, {}).get(key, {})
+    return [
+        f"{key}: {name} {ratios[name]:.2f}x, recorded {before:.2f}x"
+        for name, before in recorded.items()
+        if name in ratios and ratios[name] < 0.9 * before
+    ]
+
+
+def read_recorded():
+    """Read the recorded ratios, dict by backend and cell."""
+    return json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
+
+
+def record(ratios):
+    """Keep ratios by cell, for `compare_with_recorded` and the picture."""
+    recorded = read_recorded()
+    recorded[BACKEND] = recorded.get(BACKEND, {}) | ratios
+    RECORDED.write_text(json.dumps(recorded, indent=2) + "\n")
+
+
+def draw():
+    """Draw the recorded ratios of the backend, and return the path."""
+    from matplotlib.figure import Figure
+
+    recorded = read_recorded()[BACKEND]
+    others = ("Keras", "Lightning", "by hand")
+    figure = Figure(figsize=(8, 1.2 + 0.5 * len(recorded)), layout="tight")
+    axes = figure.subplots()
+    places = np.arange(len(recorded))
+    for index, name in enumerate(others):
+        values = [ratios.get(name, np.nan) for ratios in recorded.values()]
+        bars = axes.barh(places + 0.27 * (index - 1), values, 0.25, label=name)
+        labels = ["" if np.isnan(v) else f"{v:.2f}" for v in values]
+        axes.bar_label(bars, labels, padding=2, fontsize=7)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_yticks(places, list(recorded))
+    axes.invert_yaxis()
+    axes.set_xlabel(
+        f"updates per second of the Trainer, times those of ... ({BACKEND})"
+    )
+    axes.legend(loc="lower right")
+    path = FOLDER / f"ratios-{BACKEND}.png"
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _or_blank(value, form, unit=1):
+    return "" if value is None else form.format(value / unit)
+
+
+def spread(values, form):
+    """Write the median, and in brackets the smallest and the largest.
+
+    Example:
+        >>> spread([1, 2, 6], "{:.0f}x")
+        '2x (1x-6x)'
+    """
+    if not len(values):
+        return ""
+    low, high = form.format(np.min(values)), form.format(np.max(values))
+    return f"{form.format(np.median(values))} ({low}-{high})"
+
+
+def format_table(rows):
+    """Align a Markdown table, whose first row is the heading."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    lines = []
+    for first, *others in [rows[0], rule, *rows[1:]]:
+        cells = [
+            first.ljust(widths[0]),
+            *map(str.rjust, others, widths[1:]),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def describe_cell(cell, rounds):
+    """Return the heading of a cell."""
+    policy = keras.config.dtype_policy().name
+    precision = "" if policy == "float32" else f", {policy}"
+    return (
+        f"### {cell.title}{precision}; {cell.micro_batches} micro-batches of "
+        f"{cell.micro_batch_size}; {rounds} rounds"
+    )
+
+
+def describe_machine():
+    """Return the date, the versions and the machine, list of str."""
+    packages = ("accumtrainer", "keras", BACKEND, "numpy")
+    versions = [f"{name} {metadata.version(name)}" for name in packages]
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    return [
+        f"{datetime.date.today()}; Python {platform.python_version()}, "
+        + ", ".join(versions),
+        f"{processor_name()}, {os.cpu_count()} cores, {memory:.0f} GiB; "
+        "devices: " + ", ".join(keras.distribution.list_devices()),
+    ]
+
+
+def processor_name():
+    """Name the processor as the system does."""
+    path = Path("/proc/cpuinfo")
+    found = path.exists() and re.search(
+        r"^model name\s*: (.*)$", path.read_text(), flags=re.MULTILINE
+    )
+    return found[1] if found else platform.processor()
+
+
+def write_results(section):
+    """Put a section into the results, in place of the backend's older one."""
+    title = "# Benchmarks\n\nMade by `benchmarks/bench.py --write`.\n\n"
+    text = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else title
+    head, *sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)
+    kept = [s for s in sections if not s.startswith(f"## {BACKEND}\n")]
+    RESULTS.write_text(head + "".join([*kept, section]), encoding="utf-8")

@@ -1,0 +1,99 @@
+"""What the benchmark promises: it runs, compares fairly, and tells."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accumtrainer.keras_api import BACKEND
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+
+def bench(*arguments):
+    finished = subprocess.run(
+        [
+            *(sys.executable, BENCHMARKS / "bench.py", "--rounds", "2"),
+            *("--round-secs", "0.01", *arguments),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
+
+
+def rows_of(table):
+    """Read a Markdown table, dict of its rows by the first column."""
+    lines = [line for line in table.splitlines() if line.startswith("| ")]
+    cells = [[c.strip() for c in line.split("|")[1:-1]] for line in lines]
+    return {first: rest for first, *rest in cells}
+
+
+def test_every_contender_trains_and_is_compared():
+    rows = rows_of(bench("--cells", "tiny"))
+    heading = rows[""]
+    trainer = next(v for k, v in rows.items() if k.startswith("Trainer, auto"))
+    ratio = heading.index("Trainer against it")
+    assert trainer[ratio] == "1.00x (1.00x-1.00x)"
+    assert {"Keras fit, accumulating", "Keras fit, big batch"} <= {
+        name.removesuffix(" (XLA)") for name in rows
+    }
+    assert any(name.startswith("hand-written") for name in rows)
+    for name, (milliseconds, *_) in rows.items():
+        if name and not name.startswith("-"):
+            assert re.fullmatch(r"[\d.]+ \([\d.]+-[\d.]+\)", milliseconds)
+
+
+def test_memory_is_measured_in_a_process_of_its_own():
+    printed = bench(
+        *("--cells", "tiny", "--contenders", "trainer", "--only-k1"),
+        "--memory",
+    )
+    rows = rows_of(printed)
+    place = rows[""].index("peak memory")
+    (trainer,) = (v for k, v in rows.items() if k.startswith("Trainer"))
+    assert re.fullmatch(r"[\d,]+ MiB", trainer[place])
+    assert "1 micro-batches of 1" in printed
+
+
+@pytest.fixture
+def telling(monkeypatch, tmp_path):
+    import telling
+
+    monkeypatch.setattr(telling, "RECORDED", tmp_path / "recorded.json")
+    return telling
+
+
+def test_ratio_that_fell_is_told(telling):
+    telling.record({"mlp 32x8": {"Keras": 7.0, "by hand": 1.0}})
+    compare = telling.compare_with_recorded
+    assert compare("mlp 32x8", {"Keras": 6.5, "by hand": 0.95}) == []
+    (line,) = compare("mlp 32x8", {"Keras": 6.2})
+    assert line == "mlp 32x8: Keras 6.20x, recorded 7.00x"
+    assert compare("another cell", {"Keras": 0.1}) == []
+
+
+def test_cells_that_were_not_run_stay_recorded(telling):
+    telling.record({"mlp 32x8": {"Keras": 7.0}})
+    telling.record({"conv 8x8": {"Keras": 2.0}})
+    assert set(telling.read_recorded()[BACKEND]) == {"mlp 32x8", "conv 8x8"}
+    json.loads(telling.RECORDED.read_text())
+
+
+def test_target_that_is_missed_is_told(telling):
+    met, missed = telling.compare_with_targets(
+        "gpt 4x8", {"Keras": 5.0, "by hand": 0.5}
+    )
+    assert met.startswith("Keras 5.00x, target 1.") and "below" not in met
+    assert missed == "by hand 0.50x, target 0.98x: below"
+
+
+def test_picture_shows_what_was_recorded(telling, monkeypatch, tmp_path):
+    monkeypatch.setattr(telling, "FOLDER", tmp_path)
+    telling.record({"mlp 32x8": {"Keras": 7.0, "by hand": 1.0}})
+    assert telling.draw().stat().st_size > 1000
