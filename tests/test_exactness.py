@@ -28,7 +28,8 @@ from accumtrainer.keras_api import BACKEND, KERAS_NAME, keras, ops
 
 layers, losses = keras.layers, keras.losses
 
-REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum")
+# "mean" is another name of the first.
+REDUCTIONS = ("sum_over_batch_size", "mean_with_sample_weight", "sum")
 EVEN = ((8,), (4, 4), (2, 2, 2), (1, 1, 1, 1, 1))
 UNEVEN = ((4, 1), (1, 5), (3, 2, 1), (1, 1, 6, 2, 5), (2, 2, 2, 2, 1))
 SIZES = EVEN + UNEVEN
@@ -238,6 +239,12 @@ def weighted_pair(weighting, reduction, combine="exact", jit_compile=False):
 def test_window_equals_its_big_batch(rng, weighting, reduction, sizes):
     pair = weighted_pair(weighting, reduction)
     pair.assert_exact(weighted_batches(rng, weighting, sizes))
+
+
+@pytest.mark.parametrize("weighting", ["sample weights", "mask"])
+def test_reduction_by_its_other_name_is_exact(rng, weighting):
+    pair = weighted_pair(weighting, "mean")
+    pair.assert_exact(weighted_batches(rng, weighting, (4, 1)))
 
 
 @each_size(SOME_SIZES)
