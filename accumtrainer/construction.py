@@ -205,10 +205,11 @@ def resolve_loss_scale(model, loss_scale, carried):
         )
     if carried is not None:
         return replace(carried)
-    return LossScale() if _computes_in_float16(model) else None
+    return LossScale() if computes_in_float16(model) else None
 
 
-def _computes_in_float16(model):
+def computes_in_float16(model):
+    """Whether a layer of a model computes in float16."""
     return any(
         layer.compute_dtype == "float16" for layer in flatten_layers(model)
     )

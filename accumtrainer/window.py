@@ -36,6 +36,7 @@ from accumtrainer.accumulation import (
     window_means,
 )
 from accumtrainer.clipping import clipped_norm, clips, global_norm
+from accumtrainer.construction import computes_in_float16
 from accumtrainer.gradient_cache import (
     GradientCache,
     join,
@@ -101,6 +102,11 @@ class WindowProgram:
             self._cache = GradientCache(hooks, state, backend)
         self._clips = hooks.overrides("on_apply") or clips(self._optimizer)
         self._may_draw = any(map(hooks.overrides, HOOK_NAMES))
+        self._may_weigh_losses = not (
+            loss_scale is not None
+            or hooks.overrides("on_accumulate")
+            or computes_in_float16(self._model)
+        )
         self._used = set()
         self._accumulators = []
         self.measures_gradients = False
@@ -641,7 +647,10 @@ class WindowProgram:
                 total = total * self._state.loss_scale.value
             summary = self._summary(measured, weighing, book.take())
             if self._weighs_losses:
-                total = total * summary["gradient_weight"]
+                # A denominator may depend on the weights, as a count of what
+                # is predicted does, and is a constant nevertheless.
+                weight = ops.stop_gradient(summary["gradient_weight"])
+                total = total * weight
             return total, summary
 
         # Layers may run again while their gradients are taken.
@@ -686,11 +695,7 @@ class WindowProgram:
         have one can be added alone. Not where somebody looks at gradients,
         nor in float16, whose range the weights would leave.
         """
-        return (
-            self._loss_scale is None
-            and not self.measures_gradients
-            and not self._hooks.overrides("on_accumulate")
-        )
+        return self._may_weigh_losses and not self.measures_gradients
 
     def _add_gradients(self, gradients, weight, info, add):
         if self._weighs_losses:

@@ -549,6 +549,34 @@ def test_denominator_may_depend_on_the_targets(rng, sizes):
     positives_pair().assert_exact(features_and_numbers(rng, sizes))
 
 
+class WeighsByPrediction(Trainer):
+    def compute_loss(self, batch, info):
+        predicted = self.model(batch.x, training=info.training)
+        mean = ops.mean((predicted - batch.y) ** 2)
+        return WeightedLoss(mean, ops.sum(predicted**2))
+
+
+class LooksAtGradients(WeighsByPrediction):
+    def on_accumulate(self, gradients, info):
+        return gradients
+
+
+@each_size(((4, 4), (4, 1)))
+def test_denominator_that_depends_on_the_weights_is_a_constant(rng, sizes):
+    batches = features_and_numbers(rng, sizes)
+    after = []
+    for trainer_class in (WeighsByPrediction, LooksAtGradients):
+        trainer = trainer_class(
+            make_mlp(),
+            optimizer=keras.optimizers.SGD(0.1),
+            accumulation=len(sizes),
+        )
+        trainer.fit(batches, verbose=0)
+        after.append(trainer.model.get_weights())
+    for one, other in zip(*after, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
 def test_scalar_loss_without_accumulation_needs_no_denominator(rng):
     pair = Pair(make_mlp, loss=reduced_by_itself, accumulation=1)
     pair.assert_exact(features_and_numbers(rng, (5,)))
