@@ -23,10 +23,10 @@ class RunLog(Logger):
     """Write every point of a training into a file, one line of JSON each.
 
     A line holds `updates` and the numbers of the point. It is on disk when the
-    update after it has been made. Numbers that are not finite are written as `null`, since
-    JSON has no others. A file that exists is appended to; after a resume,
-    points that are in it already are not repeated. The end of a line that a
-    crash cut off is removed.
+    update after it has been made. Numbers that are not finite are written as
+    `null`, since JSON has no others. A file that exists is appended to; after a
+    resume, points that are in it already are not repeated. The end of a line
+    that a crash cut off is removed.
 
     If a point cannot be written, because the disk is full for example, a
     warning says so once and training goes on.
