@@ -337,7 +337,7 @@ class _Compiled:
             self._holder.arrays, jax.tree.unflatten(treedef, leaves)
         )
         changed = _changed_positions(closed, count)
-        kept = [i for i in range(count) if i not in changed]
+        kept = sorted(set(range(count)).difference(changed))
         function, structure = jaxpr_as_fun(closed), jax.tree.structure(result)
 
         def run(given, read, leaves):
