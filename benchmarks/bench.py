@@ -96,12 +96,15 @@ def read_arguments():
 
 def make_cells(arguments):
     """Yield the cells asked for, pairs of name and `Cell`."""
+    yielded = set()
     for name in arguments.cells:
         cell = CELLS[name]()
+        single = cell.without_accumulation()
         if not arguments.only_k1:
             yield name, cell
-        if arguments.k1 or arguments.only_k1:
-            yield name, cell.without_accumulation()
+        if (arguments.k1 or arguments.only_k1) and single.key not in yielded:
+            yielded.add(single.key)
+            yield name, single
 
 
 def add_peaks(timings, arguments, name, cell):
