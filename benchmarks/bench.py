@@ -125,16 +125,10 @@ def main():
         ((_, cell),) = make_cells(arguments)
         print(json.dumps(peak_of_one(cell, *arguments.contenders)))
         return
-    lines, recorded, fallen = [], {}, []
-
-    def say(*new):
-        print(*new, sep="\n", flush=True)
-        lines.extend(new)
-
+    fallen = []
     start_backend()
-    say(f"## {BACKEND}", "", *describe_machine())
     for name, cell in make_cells(arguments):
-        say("", describe_cell(cell, arguments.rounds), "")
+        lines = [describe_cell(cell, arguments.rounds), "", describe_machine()]
         timings = measure(
             cell,
             arguments.contenders,
@@ -144,18 +138,21 @@ def main():
         )
         if arguments.memory:
             add_peaks(timings, arguments, name, cell)
-        say(*tell(timings))
+        lines += ["", *tell(timings)]
         ratios = summarize(timings)
-        for line in compare_with_targets(cell.key, ratios):
-            say("", line)
-        recorded[cell.key] = ratios
-        fallen += compare_with_recorded(cell.key, ratios)
-    if arguments.write:
-        write_results("\n".join([*lines, "", ""]))
-        record(recorded)
-        draw()
-    elif fallen:
-        print("\nMore than a tenth below what was recorded:", *fallen, sep="\n")
+        key = cell.key
+        if arguments.precision != "float32":
+            key += f" {arguments.precision}"
+        for line in compare_with_targets(key, ratios):
+            lines += ["", line]
+        print(*lines, "", sep="\n", flush=True)
+        fallen += compare_with_recorded(key, ratios)
+        if arguments.write:
+            write_results(lines)
+            record({key: ratios})
+            draw()
+    if fallen and not arguments.write:
+        print("More than a tenth below what was recorded:", *fallen, sep="\n")
     sys.stdout.flush()
 
 

@@ -221,16 +221,16 @@ def describe_cell(cell, rounds):
 
 
 def describe_machine():
-    """Return the date, the versions and the machine, list of str."""
+    """Return the date, the versions and the machine, str."""
     packages = ("accumtrainer", "keras", BACKEND, "numpy")
     versions = [f"{name} {metadata.version(name)}" for name in packages]
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    return [
+    return (
         f"{datetime.date.today()}; Python {platform.python_version()}, "
-        + ", ".join(versions),
-        f"{processor_name()}, {os.cpu_count()} cores, {memory:.0f} GiB; "
-        "devices: " + ", ".join(keras.distribution.list_devices()),
-    ]
+        f"{', '.join(versions)}; {processor_name()}, {os.cpu_count()} cores, "
+        f"{memory:.0f} GiB; devices: "
+        + ", ".join(keras.distribution.list_devices())
+    )
 
 
 def processor_name():
@@ -242,10 +242,25 @@ def processor_name():
     return found[1] if found else platform.processor()
 
 
-def write_results(section):
-    """Put a section into the results, in place of the backend's older one."""
+def write_results(lines):
+    """Put a cell into the results, in place of what it was before.
+
+    Args:
+        lines: list of str, the first of them from `describe_cell`.
+    """
     title = "# Benchmarks\n\nMade by `benchmarks/bench.py --write`.\n\n"
     text = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else title
     head, *sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)
-    kept = [s for s in sections if not s.startswith(f"## {BACKEND}\n")]
-    RESULTS.write_text(head + "".join([*kept, section]), encoding="utf-8")
+    by_backend = {section.split("\n", 1)[0]: section for section in sections}
+    heading = f"## {BACKEND}"
+    section = by_backend.get(heading, f"{heading}\n\n")
+    start, *cells = re.split(r"^(?=### )", section, flags=re.MULTILINE)
+    by_cell = {_cell_of(cell.split("\n", 1)[0]): cell for cell in cells}
+    by_cell[_cell_of(lines[0])] = "\n".join([*lines, "", ""])
+    by_backend[heading] = start + "".join(by_cell.values())
+    RESULTS.write_text(head + "".join(by_backend.values()), encoding="utf-8")
+
+
+def _cell_of(heading):
+    """Leave the number of rounds out of a cell's heading."""
+    return heading.rpartition(";")[0]

@@ -102,3 +102,17 @@ def test_picture_shows_what_was_recorded(telling, monkeypatch, tmp_path):
     monkeypatch.setattr(telling, "FOLDER", tmp_path)
     telling.record({"mlp 32x8": {"Keras": 7.0, "by hand": 1.0}})
     assert telling.draw().stat().st_size > 1000
+
+
+def test_cells_that_were_not_run_stay_in_the_results(telling, monkeypatch):
+    results = telling.RECORDED.with_name("RESULTS.md")
+    monkeypatch.setattr(telling, "RESULTS", results)
+    for line in ("### a; 8 micro-batches of 4; 5 rounds", "### b; 1; 5 rounds"):
+        telling.write_results([line, "", "first"])
+    telling.write_results(
+        ["### a; 8 micro-batches of 4; 9 rounds", "", "again"]
+    )
+    written = results.read_text()
+    assert written.count("### ") == 2 and written.count("first") == 1
+    assert written.index("again") < written.index("### b")
+    assert written.count(f"## {BACKEND}\n") == 1
