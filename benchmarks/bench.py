@@ -22,7 +22,7 @@ import sys
 
 import keras
 from cells import CELLS
-from contenders import BACKEND, CONTENDERS
+from contenders import CONTENDERS
 from measuring import measure, measure_peak, peak_of_one, start_backend
 from telling import (
     OURS,
