@@ -99,6 +99,15 @@ class Callback(keras.callbacks.Callback):
     signals: tuple[str, ...] = ()
     has_state = False
 
+    @property
+    def may_write(self):
+        """Whether it may leave anything behind.
+
+        Not in a trial (`fast_dev_run`), and in one process of several.
+        """
+        is_trial = (self.params or {}).get("fast_dev_run", False)
+        return not is_trial and getattr(self.trainer, "is_chief", True)
+
     def set_trainer(self, trainer):
         """Tell the callback which Trainer it watches."""
         self.trainer = trainer

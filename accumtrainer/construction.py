@@ -296,3 +296,17 @@ def _check_whole(name, value, *, minimum):
             f"{name} must be a whole number of at least {minimum}, or None. "
             f"Received: {name}={value!r}. Use None for the default behaviour."
         )
+
+
+def check_replicas(hooks, replicas):
+    """Refuse several devices where the examples of a window must meet.
+
+    Raises:
+        ValueError: they would not.
+    """
+    if replicas > 1 and hooks.has_window_loss:
+        raise ValueError(
+            errors.WINDOW_LOSS_OF_REPLICAS.format(
+                owner=type(hooks).__name__, replicas=replicas
+            )
+        )

@@ -68,7 +68,7 @@ class Engine:
         self._jit_compile = jit_compile
         self._run_eagerly = run_eagerly
         self._max_consecutive_skips = max_consecutive_skips
-        self._backend = make_backend(run_eagerly=run_eagerly)
+        self._backend = make_backend(run_eagerly=run_eagerly, model=self._model)
         self._evaluation = EvaluationProgram(
             hooks, state, self._backend, tracked=tracked
         )
@@ -88,6 +88,41 @@ class Engine:
         self._known_skips = 0
         is_built = self._model.built
         self._trained_ids = _variable_ids(self._model) if is_built else None
+
+    @property
+    def replicas(self):
+        """How many replicas share a window out."""
+        return self._backend.replicas
+
+    @property
+    def processes(self):
+        """How many processes the replicas are in."""
+        return self._backend.processes
+
+    @property
+    def is_chief(self):
+        """Whether this is the process that writes."""
+        return self._backend.is_chief
+
+    def gather(self, numbers):
+        """Let every process know some numbers of all.
+
+        Args:
+            numbers: list of n numbers.
+
+        Returns:
+            Array `[processes, n]`, float32, the chief's first.
+        """
+        return self._backend.gather(numbers)
+
+    @property
+    def rows_per_pass(self):
+        """Samples that all replicas together run at a time, or `None`.
+
+        Loader batches are micro-batches then, whatever their size.
+        """
+        size = self._hooks.accumulation.micro_batch_size
+        return None if size is None else size * self.replicas
 
     @property
     def has_begun(self):
@@ -134,7 +169,8 @@ class Engine:
                 the micro-batches' gradients.
         """
         if self._program is None:
-            self._build(window, like)
+            with self._backend.scope():
+                self._build(window, like)
         self._program.measures_gradients = measures_gradients
 
     def _build(self, window, like):
@@ -250,7 +286,8 @@ class Engine:
                 put_back(variables, saved)
         if progress is not None:
             self._progress = Progress.from_dict(progress)
-            self._known_skips = int(self._state.consecutive_skips.value)
+            skips = keras.ops.convert_to_numpy(self._state.consecutive_skips)
+            self._known_skips = int(skips)
             self._unread_windows = 0
             self._last_report = None
 
@@ -286,7 +323,8 @@ class Engine:
         Returns:
             `Report`.
         """
-        if window.micro_batches > 1 and self._hooks._guessed_denominator:
+        is_one = window.micro_batches == self.replicas == 1
+        if not is_one and self._hooks._guessed_denominator:
             raise ValueError(errors.BARE_LOSS.format(owner="Trainer"))
         self.last_window = window
         self._last_report = self._step.run(window)
@@ -385,6 +423,10 @@ class Engine:
 
     def inspect(self, window):
         """Run a window again without effect; see `Trainer.inspect`."""
+        if self.processes > 1:
+            raise RuntimeError(
+                errors.INSPECTION_OF_PROCESSES.format(processes=self.processes)
+            )
         self.publish()
         loss_scale = 1.0
         before = int(keras.ops.convert_to_numpy(self._state.micro_batches))
@@ -462,6 +504,8 @@ class Engine:
     def _accumulates(self, window):
         """Whether windows of more than one micro-batch are to be expected."""
         steps = self._hooks.accumulation.steps
+        if self.replicas > 1:
+            return True
         return window.micro_batches > 1 if steps is None else steps != 1
 
     def _slice(self, source, item):
@@ -469,7 +513,7 @@ class Engine:
 
         A loss that compares examples must see those of a batch together.
         """
-        size = self._hooks.accumulation.micro_batch_size
+        size = self.rows_per_pass
         if self._hooks.has_window_loss:
             size = None
         return source.window([item], size).split()

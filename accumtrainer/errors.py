@@ -55,6 +55,24 @@ KERAS_CORE_PAIRING = (
     "loss as a dict by output name and leave it out there."
 )
 
+WINDOW_LOSS_OF_REPLICAS = (
+    "A WindowLossTrainer must have one device, since its loss compares all "
+    "examples of a window. Received: {owner} of a model with {replicas} "
+    "replicas. Build the model outside of the strategy or distribution."
+)
+
+LOADER_OF_PROCESSES = (
+    "x must be arrays where several processes train together, the same ones in "
+    "each. Received: {x}. Give arrays, memory-mapped ones (numpy.memmap) if "
+    "they are large."
+)
+
+INSPECTION_OF_PROCESSES = (
+    "inspect must be called where one process trains. Received: a Trainer in "
+    "{processes} processes. Save a checkpoint, restore it in one process, and "
+    "inspect the window there."
+)
+
 LOSS_WITHOUT_REDUCTION = (
     "loss must have a reduction. Received: loss {loss!r} with reduction=None. "
     "Use reduction='sum' or 'sum_over_batch_size'."

@@ -113,6 +113,7 @@ class Hooks:
     _model_computes_loss: bool
     _model_takes_training: bool
     _must_weigh: bool
+    _tracked_metrics: Any = ()
     has_window_loss = False
     _owner = "Trainer"  # what users give arguments to, for messages
 

@@ -62,6 +62,7 @@ __all__ = [
     "compiled_arguments",
     "compute_compiled_losses",
     "copy_mask",
+    "current_distribution",
     "flatten_layers",
     "is_known_to",
     "keras",
@@ -70,6 +71,7 @@ __all__ = [
     "ops",
     "refuse_other_keras",
     "schedule_of",
+    "strategy_of",
     "tree",
 ]
 
@@ -166,3 +168,18 @@ def schedule_of(optimizer):
     rate = optimizer._learning_rate
     schedules = keras.optimizers.schedules
     return rate if isinstance(rate, schedules.LearningRateSchedule) else None
+
+
+def current_distribution():
+    """Return the `keras.distribution.Distribution` in force, or `None`."""
+    distribution = getattr(keras, "distribution", None)
+    return None if distribution is None else distribution.distribution()
+
+
+def strategy_of(model):
+    """Return the `tf.distribute` strategy a model was built under, or `None`.
+
+    Keras keeps it in an attribute without an underscore that is documented
+    nowhere.
+    """
+    return getattr(model, "distribute_strategy", None)

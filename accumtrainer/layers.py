@@ -32,6 +32,24 @@ class WindowLayer(abc.ABC):
     def after_apply(self):
         """Act after an applied update, before `Trainer.after_apply`."""
 
+    @property
+    def window_weights(self):
+        """Weights that hold a window, and that `merge` puts together.
+
+        Whatever else replicas move is averaged.
+        """
+        return ()
+
+    def merge(self, rows):
+        """Assign to the window's weights what all replicas saw together.
+
+        Args:
+            rows: list of tensors `[replicas, ...]`, one per weight.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} must define merge, as it has window_weights"
+        )
+
 
 @keras.saving.register_keras_serializable(package="accumtrainer")
 class AccumulatedBatchNormalization(
@@ -127,7 +145,7 @@ class AccumulatedBatchNormalization(
     @contextlib.contextmanager
     def micro_batch(self, is_first):
         """Take what is seen inside as a part of a window."""
-        for weight in self._window_weights():
+        for weight in self.window_weights:
             zeros = ops.zeros_like(weight.value)
             weight.assign(ops.where(is_first, zeros, weight.value))
         self._is_in_window = True
@@ -148,10 +166,20 @@ class AccumulatedBatchNormalization(
             moved = ops.cast(self._moved(average, pooled.value), average.dtype)
             average.assign(ops.where(is_empty, average.value, moved))
 
-    def _window_weights(self):
+    @property
+    def window_weights(self):
+        """Weights that hold a window, and that `merge` puts together."""
         if not self.built:  # as is a layer that a model has and never calls
             return ()
         return self.window_count, self.window_mean, self.window_variance
+
+    def merge(self, rows):
+        """Pool the moments of all replicas."""
+        for weight in self.window_weights:
+            weight.assign(ops.zeros_like(weight.value))
+        counts, means, variances = rows
+        for index in range(counts.shape[0]):
+            self._add(means[index], variances[index], counts[index])
 
     def _add(self, mean, variance, count):
         """Pool moments with those of the window so far.

@@ -101,7 +101,7 @@ class Logger(Callback, abc.ABC):
         self._known = frozenset()
         self._since = self.trainer.progress
         self._speed = _Speed()
-        self._is_open = not self.params.get("fast_dev_run", False)
+        self._is_open = self.may_write
         if self._is_open:
             self.open()
 

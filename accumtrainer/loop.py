@@ -134,8 +134,10 @@ class FitLoop:
                 name
                 for callback in dispatcher.callbacks
                 for name in getattr(callback, "signals", ())
-            }
+            },
+            is_agreed=engine.processes > 1,
         )
+        self._agreed_seconds = 0.0
         self._position = Position(epoch=options.initial_epoch)
         self._saved = saved
         self._goes_on_amid_epoch = False
@@ -326,12 +328,15 @@ class FitLoop:
             str.
         """
         sizes = sorted(set(first.sizes), reverse=True)
+        replicas = self._engine.replicas
         shape = f"{first.micro_batches} micro-batches x {sizes[0]}"
         if first.micro_batches == 1:
             shape = "1 micro-batch"
         elif len(sizes) > 1:
             shape = f"{first.micro_batches} micro-batches of {sizes[-1]} to "
             shape += str(sizes[0])
+        if replicas > 1:
+            shape += f", shared out among {replicas} replicas"
         trainer = self._trainer
         count = updates_in_epoch(
             self._source, trainer.accumulation, self._options.initial_epoch
@@ -351,7 +356,7 @@ class FitLoop:
             self._source,
             position,
             steps_at=lambda: accumulation.steps_at(epoch, self._updates()),
-            micro_batch_size=accumulation.micro_batch_size,
+            micro_batch_size=self._engine.rows_per_pass,
             tail=tail,
         )
 
@@ -382,8 +387,35 @@ class FitLoop:
         return self._goes_on_amid_epoch or not self._should_stop()
 
     def _seconds(self):
-        """Seconds since training began, without those it was interrupted."""
+        """Seconds since training began, without those it was interrupted.
+
+        Processes go by the chief's clock, as it was when they last agreed.
+        """
+        if self._engine.processes > 1:
+            return self._agreed_seconds
+        return self._own_seconds()
+
+    def _own_seconds(self):
         return self._seconds_before + time.monotonic() - self._begun
+
+    def _agree(self):
+        """Let processes agree on clock, signals and whether to stop.
+
+        Otherwise one could stop while others wait for it.
+        """
+        if self._engine.processes == 1:
+            return
+        model = self._trainer.model
+        seconds, stops, signals = self._engine.gather(
+            [
+                self._own_seconds(),
+                bool(model.stop_training),
+                self._interruption.arrived or 0,
+            ]
+        ).T
+        self._agreed_seconds = float(seconds[0])
+        model.stop_training = bool(stops.any())
+        self._interruption.agree(int(signals.max()))
 
     def _should_stop(self):
         trainer, options = self._trainer, self._options
@@ -451,6 +483,7 @@ class FitLoop:
             index = self._position.windows - 1
             self._checks.check(window, epoch=self._position.epoch, index=index)
             self._run_update(index, window)
+            self._agree()
             self._validate_if_due()
             should_stop = self._should_stop()
             self._rest("stop" if should_stop else "update")

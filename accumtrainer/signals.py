@@ -15,10 +15,17 @@ class Interruption:
 
     Args:
         names: names of further signals to remember, such as `"SIGTERM"`.
+        is_agreed: whether a signal waits until `agree` says that all
+            processes know of it.
+
+    Attributes:
+        arrived: number of the signal that has arrived here, or `None`.
     """
 
-    def __init__(self, names=()):
+    def __init__(self, names=(), *, is_agreed=False):
         self._numbers = [signal.SIGINT, *(signal.Signals[n] for n in names)]
+        self._is_agreed = is_agreed
+        self.arrived = None
         self._pending = None
 
     @property
@@ -45,6 +52,14 @@ class Interruption:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def agree(self, number):
+        """Heed a signal that has arrived in one of the processes.
+
+        Args:
+            number: int, 0 for none.
+        """
+        self._pending = signal.Signals(number) if number else None
+
     def check(self):
         """Raise what was held back.
 
@@ -53,6 +68,7 @@ class Interruption:
             Preempted: another signal has arrived since.
         """
         number, self._pending = self._pending, None
+        self.arrived = None if number is not None else self.arrived
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         if number is not None:
@@ -60,6 +76,8 @@ class Interruption:
 
     def _remember(self, number, frame):
         del frame
-        if number == self._pending == signal.SIGINT:
+        if number == self.arrived == signal.SIGINT:
             raise KeyboardInterrupt
-        self._pending = number
+        self.arrived = number
+        if not self._is_agreed:
+            self._pending = number

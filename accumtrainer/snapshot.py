@@ -105,7 +105,9 @@ def copy_to_host(variables):
         while path in values:
             number += 1
             path = f"{variable.path}#{number}"
-        values[path] = np.array(ops.convert_to_numpy(variable.value), order="C")
+        # As a tensor first: replicas may hold a value in parts.
+        tensor = ops.convert_to_tensor(variable)
+        values[path] = np.array(ops.convert_to_numpy(tensor), order="C")
     return values
 
 

@@ -4,7 +4,11 @@ import numpy as np
 
 from accumtrainer.keras_api import keras, ops
 
-EXTREMES = {"max": (ops.maximum, -np.inf), "min": (ops.minimum, np.inf)}
+EXTREMES = {
+    "max": (ops.maximum, -np.inf, ops.max),
+    "min": (ops.minimum, np.inf, ops.min),
+}
+"""How logged values merge, where they begin, and how many of them merge."""
 
 
 class Scratch(keras.StatelessScope):
@@ -63,7 +67,7 @@ class TrainingState:
         self.rng = keras.random.SeedGenerator(seed)
         self.stream = keras.Variable(
             np.random.SeedSequence(seed).generate_state(1)[0],
-            dtype="uint32",
+            dtype=self.rng.state.dtype,
             trainable=False,
             name="stream",
         )
@@ -99,11 +103,10 @@ class TrainingState:
         Args:
             index: scalar tensor, int32, index of the micro-batch.
         """
-        number = ops.cast(self.micro_batches.value + index, "uint32")
+        kind = self.rng.state.dtype
+        number = ops.cast(self.micro_batches.value + index, kind)
         self.rng.state.assign(
-            ops.stack(
-                [self.stream.value + number, ops.zeros((), dtype="uint32")]
-            )
+            ops.stack([self.stream.value + number, ops.zeros((), dtype=kind)])
         )
 
 
@@ -131,6 +134,18 @@ class Tally:
     def variables(self):
         """Every variable, in a fixed order."""
         return [self._sums, *self._logs.values()]
+
+    @property
+    def merging_rules(self):
+        """How the sums of several tallies become one; see `Merger`."""
+        extremes = {
+            key: reduce if reduce in EXTREMES else "sum"
+            for key, reduce in self._reductions.items()
+        }
+        return [
+            (self._sums, "sum"),
+            *((v, extremes[key]) for key, v in self._logs.items()),
+        ]
 
     def add(self, numerators, denominators, extras):
         """Add to the sums.

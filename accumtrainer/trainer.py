@@ -4,6 +4,8 @@ import math
 
 import numpy as np
 
+from accumtrainer import errors
+from accumtrainer.array_source import ArraySource
 from accumtrainer.callback import (
     Dispatcher,
     check_callback,
@@ -15,6 +17,7 @@ from accumtrainer.construction import (
     check_loss,
     check_model,
     check_options,
+    check_replicas,
     check_subclass,
     resolve_compile_arguments,
     resolve_loss_scale,
@@ -40,7 +43,7 @@ from accumtrainer.sources import (
     train_validation_split,
 )
 from accumtrainer.state import TrainingState
-from accumtrainer.steps import CLOCKS
+from accumtrainer.steps import CLOCKS, make_backend
 
 
 class Trainer(Hooks):
@@ -119,20 +122,22 @@ class Trainer(Hooks):
         }
         arguments = resolve_compile_arguments(model, given)
         check_loss(self, arguments)
+        backend = make_backend(model=model)
+        check_replicas(self, backend.replicas)
         for callback in flatten_callbacks(callbacks):
             check_callback(callback)
         self._compiled_loss = _make_compiled_loss(model, arguments)
         self._compile_model(arguments, is_new=_is_given(given, optimizer))
         self._callbacks = callbacks
         self._denominator = denominator
-        self.seed = _draw_seed() if seed is None else seed
+        self.seed = _draw_seed(backend) if seed is None else seed
         self._model_computes_loss = overrides_compute_loss(model)
         self._model_takes_training = takes_argument(model.call, "training")
         self._guessed_denominator = False
         self._loop = None
         self._must_weigh = self.accumulation.combine == "exact"
         self._log_book = LogBook()
-        self._tracked = []
+        self._tracked, self._tracked_metrics = [], []
         initial_scale = self.loss_scale.initial if self.loss_scale else 1.0
         self._state = TrainingState(seed=self.seed, loss_scale=initial_scale)
         self._engine = Engine(
@@ -181,6 +186,8 @@ class Trainer(Hooks):
             )
         is_variable = isinstance(thing, keras.Variable)
         self._tracked.extend([thing] if is_variable else thing.variables)
+        if isinstance(thing, keras.metrics.Metric):
+            self._tracked_metrics.extend(thing.variables)
         return thing
 
     @property
@@ -269,6 +276,16 @@ class Trainer(Hooks):
             bool.
         """
         return self._engine.is_due(every, since)
+
+    @property
+    def replicas(self):
+        """How many replicas of the model share an update out."""
+        return self._engine.replicas
+
+    @property
+    def is_chief(self):
+        """Whether this process is the one that writes; a single one is."""
+        return self._engine.is_chief
 
     @property
     def plan(self):
@@ -392,6 +409,8 @@ class Trainer(Hooks):
             class_weight=class_weight,
             steps=overfit_batches or steps_per_epoch,
         )
+        if self._engine.processes > 1 and not isinstance(source, ArraySource):
+            raise TypeError(errors.LOADER_OF_PROCESSES.format(x=type(x)))
         if not options.may_end_amid_epoch and not overfit_batches:
             check_ends(source, "steps_per_epoch", ", or max_updates")
         if overfit_batches:
@@ -418,13 +437,14 @@ class Trainer(Hooks):
                 "fast_dev_run": bool(fast_dev_run),
             },
             add_history=True,
-            progress_bar=_make_progress_bar(verbose),
+            progress_bar=_make_progress_bar(verbose if self.is_chief else 0),
         )
         self._loop = FitLoop(
             self, self._engine, options, source, validation, dispatcher, saved
         )
         try:
-            return self._loop.run(announce=print if verbose else _say_nothing)
+            is_told = verbose and self.is_chief
+            return self._loop.run(announce=print if is_told else _say_nothing)
         finally:
             self._loop = None
 
@@ -642,7 +662,7 @@ class Trainer(Hooks):
 
     def _cut(self, source):
         """Cut all there is into the micro-batches of one window."""
-        size = self.accumulation.micro_batch_size
+        size = self._engine.rows_per_pass
         if size is None:
             steps = self.accumulation.steps_at(0, self.progress.updates)
             size = math.ceil(source.samples_per_epoch / steps)
@@ -659,7 +679,7 @@ class Trainer(Hooks):
                 "epochs": 1,
                 "steps": source.batches_per_epoch,
             },
-            progress_bar=_make_progress_bar(verbose),
+            progress_bar=_make_progress_bar(verbose if self.is_chief else 0),
         )
 
     def _compile_model(self, arguments, *, is_new):
@@ -701,8 +721,12 @@ def _make_source_of_one(x, y, sample_weight, class_weight=None):
     )
 
 
-def _draw_seed():
-    return int(np.random.SeedSequence().generate_state(1)[0])
+def _draw_seed(backend):
+    """Draw a seed, the same in all processes."""
+    halves = np.random.SeedSequence().generate_state(2, "uint16")
+    if backend.processes > 1:
+        halves = backend.gather(halves)[0]
+    return int(halves[0]) << 16 | int(halves[1])
 
 
 def _make_progress_bar(verbose):

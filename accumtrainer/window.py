@@ -23,6 +23,7 @@ is asked of the backend: to differentiate, to loop, to branch, to compile.
 """
 
 import contextlib
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -56,6 +57,7 @@ from accumtrainer.objective import (
     named_losses,
     total_loss,
 )
+from accumtrainer.replicas import Merger, Share
 from accumtrainer.state import Scratch, Tally
 
 
@@ -140,6 +142,7 @@ class WindowProgram:
             self._optimizer.build(self._model.trainable_variables)
         self._borrowed = self._find_borrowed(scope)
         self._make_variables(written)
+        self._merger = Merger(self._merging_rules(), self._backend.replicas)
 
     def _find_borrowed(self, scope):
         """List what hooks read that is no part of the training.
@@ -164,7 +167,10 @@ class WindowProgram:
     def _survey(self, batch):
         book = self._hooks._log_book
         book.open()
-        info = self._info(ops.zeros((), "int32"), ops.ones((), "int32"))
+        movable = [*self._model.non_trainable_variables, *self._tracked]
+        before = [variable.value for variable in movable]
+        share = Share.whole(ops.ones((), "int32"))
+        info = self._info(ops.zeros((), "int32"), share)
         changed = self._hooks.on_micro_batch(batch, info)
         check_batch(batch, changed)
         with self._layers_in_window(info.index):
@@ -180,6 +186,11 @@ class WindowProgram:
         info = replace(info, loss=loss, weight=measured.weight)
         gradients = self._hooks.on_accumulate(zeros, info)
         check_gradients("on_accumulate", zeros, gradients)
+        self._moved_by_passes = [
+            variable
+            for variable, value in zip(movable, before, strict=True)
+            if variable.value is not value
+        ]
         info = replace(
             info, index=None, is_last=None, weight=None, total_weight=loss
         )
@@ -189,7 +200,7 @@ class WindowProgram:
         book.take()
         if self._cache is not None:
             with self._layers_in_window(0):
-                self._cache.learn(changed, self._info(0, 1))
+                self._cache.learn(changed, self._info(0, Share.whole(1)))
         return total_loss(
             measured.means(), self._losses, measured.regularization
         )
@@ -223,6 +234,23 @@ class WindowProgram:
             for position, v in enumerate(self._kept)
         ]
 
+    def _merging_rules(self):
+        """Say how what replicas do to variables is put together."""
+        tracked = {id(variable) for variable in self._hooks._tracked_metrics}
+        others = [*self._moved_by_passes, self._state.rng.state]
+        windowed = {
+            id(weight)
+            for layer in self._window_layers
+            for weight in layer.window_weights
+        }
+        return [
+            *((v, "rows") for v in others if id(v) in windowed),
+            *((variable, "sum") for variable in metric_variables(self._model)),
+            *((v, "sum") for v in others if id(v) in tracked),
+            *self._window.merging_rules,
+            *((v, "mean" if "float" in v.dtype else "first") for v in others),
+        ]
+
     def make_accumulators(self):
         """Make what gradients are added to from one call to the next.
 
@@ -249,6 +277,17 @@ class WindowProgram:
             *metric_variables(self._model),
             *self._tracked,
             *self._state.variables,
+        ]
+
+    @property
+    def _read_by_passes(self):
+        """What micro-batches may read; of the optimizer, its numbers."""
+        numbers = [v for v in self._optimizer.variables if not v.shape]
+        return [
+            *self._known_variables(),
+            *self._hooks.variables_of_loss,
+            *self._borrowed,
+            *numbers,
         ]
 
     @property
@@ -314,44 +353,160 @@ class WindowProgram:
         Returns:
             Report of the update, see `apply`.
         """
-        micro_batches = ops.shape(tree.flatten(stacked)[0])[0]
+        micro_batches = _length(stacked)
+        share = Share.whole(micro_batches)
         weighing = self._weighing(is_even=True)
         totals = None
         if weighing.needs_totals:
-            totals = self._scan_totals(stacked, micro_batches)
+            totals = self._scan_totals(stacked, share)
         self._keep_start()
-        sums = [
-            ops.zeros(v.shape, "float32")
-            for v in self._model.trainable_variables
-        ]
-        looks_ahead = self.looks_ahead(micro_batches)
-        cotangents = loss = None
-        if looks_ahead:
-            cotangents, loss = self._look_ahead(
-                stacked, micro_batches, self._adder(sums)
+        sums = self._zeros()
+        ahead = None
+        if self.looks_ahead(micro_batches):
+            ahead = self._look_ahead(stacked, share, self._adder(sums))
+        per_micro_batch, sums = self._run_passes(
+            stacked, 0, share, totals, weighing, sums, ahead
+        )
+        report = self._apply(
+            ops.cast(micro_batches, "int32"), weighing, list(sums)
+        )
+        return report | {"per_micro_batch": per_micro_batch}
+
+    def run_shares(self, shares):
+        """Consume a window that is shared out among replicas.
+
+        Args:
+            shares: `Shares` of tensors.
+
+        Returns:
+            Report of the update, see `apply`. The loss of each micro-batch
+            is that of all replicas, and so is its weight.
+        """
+        backend, merger = self._backend, self._merger
+        moving = [*merger.variables, *self._start]
+        ids = {id(variable) for variable in moving}
+        sum_over_replicas = functools.partial(
+            backend.sum_over_replicas,
+            reading=[v for v in self._read_by_passes if id(v) not in ids],
+            moving=moving,
+        )
+        split = sum(map(_length, shares.split))
+        micro_batches = split + sum(map(_length, shares.copied))
+        total = micro_batches + split * (backend.replicas - 1)
+        is_even = len(shares.split) == 1 and not shares.copied
+        weighing = self._weighing(is_even=is_even)
+        share = Share(micro_batches, total, split=split)
+        totals = None
+        if weighing.needs_totals:
+            totals = sum_over_replicas(
+                lambda replica, shares: self._share_of_totals(
+                    shares, share._replace(replica=replica)
+                ),
+                shares,
             )
+        self._keep_start()
+
+        def run(replica, shares):
+            before = merger.begin(replica)
+            sums, rows = self._run_share(
+                shares, share._replace(replica=replica), totals, weighing
+            )
+            return sums, rows, merger.changes(before, replica)
+
+        sums, rows, changes = sum_over_replicas(run, shares)
+        known = merger.take_in(changes)
+        for layer in self._window_layers:
+            weights = layer.window_weights
+            if weights and all(id(weight) in known for weight in weights):
+                layer.merge([known[id(weight)] for weight in weights])
+        report = self._apply(ops.cast(total, "int32"), weighing, sums)
+        rows = _mean_rows(rows, backend.replicas)
+        return report | {"per_micro_batch": rows}
+
+    def _run_share(self, shares, share, totals, weighing):
+        """Run one replica's micro-batches.
+
+        Returns:
+            Pair: its sums of gradients, and its rows `[k, n]` of numbers,
+            ready to be summed.
+        """
+        is_first = ops.equal(share.replica, 0)
+        sums, rows, begun = self._zeros(), [], 0
+        for stacked in shares.split:
+            row, sums = self._run_passes(
+                stacked, begun, share, totals, weighing, sums
+            )
+            rows.append(row)
+            begun += _length(stacked)
+        before, others = sums, self._merger.added()
+        for stacked in shares.copied:
+            row, sums = self._run_passes(
+                stacked, begun, share, totals, weighing, sums
+            )
+            rows.append(ops.where(is_first, row, ops.zeros_like(row)))
+            begun += _length(stacked)
+        if shares.copied:
+            self._merger.count_once(others, is_first)
+            sums = [
+                ops.where(is_first, new, old)
+                for new, old in zip(sums, before, strict=True)
+            ]
+        return list(sums), _weighed_rows(ops.concatenate(rows, axis=0))
+
+    def _share_of_totals(self, shares, share):
+        begun, totals = 0, 0.0
+        is_first = ops.equal(share.replica, 0)
+        for is_copied, batches in enumerate(shares):
+            for stacked in batches:
+                added = self._scan_totals(stacked, share, begun)
+                if is_copied:
+                    added = ops.where(is_first, added, ops.zeros_like(added))
+                totals = totals + added
+                begun += _length(stacked)
+        return totals
+
+    def _run_passes(
+        self, stacked, begun, share, totals, weighing, sums, ahead=None
+    ):
+        """Run micro-batches of one shape, and add up their gradients.
+
+        Args:
+            stacked: `Batch` of tensors `[k, m, ...]`.
+            begun: int, or scalar tensor, how many have run before.
+            share: `Share` they belong to.
+            totals: tensor `(losses,)`, float32, see `measure_weights`.
+            weighing: `Weighing`.
+            sums: list of tensors, float32.
+            ahead: what `_look_ahead` returns, if it was called.
+
+        Returns:
+            Pair: tensor `[k, n]`, see `run_micro_batch`; and the new sums.
+        """
+        cotangents, loss = ahead or (None, None)
 
         def body(index, item, sums):
             batch, cotangents = item
             sums = list(sums)
             row = self._accumulate(
                 batch,
-                index,
-                micro_batches,
+                index + begun,
+                share,
                 totals,
                 weighing,
-                ahead=(cotangents, loss) if looks_ahead else None,
+                ahead=(cotangents, loss) if ahead else None,
                 add=self._adder(sums),
             )
             return row, sums
 
-        per_micro_batch, sums = self._backend.scan(
-            body, (stacked, cotangents), micro_batches, sums
+        return self._backend.scan(
+            body, (stacked, cotangents), _length(stacked), sums
         )
-        report = self._apply(
-            ops.cast(micro_batches, "int32"), weighing, list(sums)
-        )
-        return report | {"per_micro_batch": per_micro_batch}
+
+    def _zeros(self):
+        return [
+            ops.zeros(v.shape, "float32")
+            for v in self._model.trainable_variables
+        ]
 
     def _adder(self, sums):
         """Make a function that adds a gradient to its place in a list."""
@@ -387,7 +542,7 @@ class WindowProgram:
         return self._accumulate(
             batch,
             index,
-            micro_batches,
+            Share.whole(micro_batches),
             totals,
             weighing,
             ahead=ahead,
@@ -407,7 +562,7 @@ class WindowProgram:
             without its inputs, as `on_micro_batch` has left it.
         """
         self._keep_start(is_first=ops.equal(index, 0))
-        return self._embed(batch, index, micro_batches)
+        return self._embed(batch, index, Share.whole(micro_batches))
 
     def differentiate(self, parts, micro_batches):
         """Differentiate the loss of a window by its embeddings.
@@ -488,10 +643,13 @@ class WindowProgram:
         Returns:
             Tensor `(losses,)`, float32.
         """
+        return self._measure_weights(batch, index, Share.whole(micro_batches))
+
+    def _measure_weights(self, batch, index, share):
         with Scratch(self._known_variables()):
             self._hooks._log_book.open()
-            info = self._info(index, micro_batches)
-            batch = self._prepare(batch, index, info)
+            info = self._info(index, share)
+            batch = self._prepare(batch, index, share, info)
             self._hooks._log_book.open()
             info = replace(info, training=False)
             denominators = self._objective.measure(batch, info).denominators()
@@ -527,11 +685,11 @@ class WindowProgram:
             self._losses, combine=self._combine, is_even=is_even
         )
 
-    def _scan_totals(self, stacked, micro_batches):
+    def _scan_totals(self, stacked, share, begun=0):
         def body(index, batch, carry):
-            return self.measure_weights(batch, index, micro_batches), carry
+            return self._measure_weights(batch, index + begun, share), carry
 
-        measured, _ = self._backend.scan(body, stacked, micro_batches)
+        measured, _ = self._backend.scan(body, stacked, _length(stacked))
         return ops.sum(measured, axis=0)
 
     def _keep_start(self, is_first=None):
@@ -549,30 +707,31 @@ class WindowProgram:
             if id(variable) in ids:
                 variable.assign(start.value)
 
-    def _look_ahead(self, stacked, micro_batches, add):
+    def _look_ahead(self, stacked, share, add):
         """Embed a whole window, and differentiate its loss by that."""
 
         def body(index, batch, carry):
-            return self._embed(batch, index, micro_batches), carry
+            return self._embed(batch, index, share), carry
 
         parts, _ = self._backend.scan(
-            body, stacked, micro_batches, dtypes=self._cache.dtypes
+            body, stacked, share.micro_batches, dtypes=self._cache.dtypes
         )
         cotangents, loss = self._differentiate(
-            join_rows(parts), micro_batches, add
+            join_rows(parts), share.micro_batches, add
         )
         return split_rows(cotangents, parts[0]), loss
 
-    def _embed(self, batch, index, micro_batches):
-        info = self._info(index, micro_batches)
+    def _embed(self, batch, index, share):
+        info = self._info(index, share)
         self._hooks._log_book.open()
-        batch = self._prepare(batch, index, info)
+        batch = self._prepare(batch, index, share, info)
         with self._layers_in_window(index):
             return self._cache.embed(batch, info)
 
     def _differentiate(self, joined, micro_batches, add):
         self._put_back(self._kept)
-        info = replace(self._info(0, micro_batches), index=None, is_last=None)
+        info = self._info(0, Share.whole(micro_batches))
+        info = replace(info, index=None, is_last=None)
         embeddings, batch = joined
         loss, cotangents, gradients, logs = self._cache.differentiate(
             embeddings, batch, info
@@ -586,20 +745,20 @@ class WindowProgram:
                 add(position, gradient * count)
         return cotangents, loss
 
-    def _info(self, index, micro_batches):
+    def _info(self, index, share):
         return Info(
             update=self._state.updates.value,
             epoch=self._state.epoch.value,
             index=index,
-            micro_batches=micro_batches,
-            is_last=ops.equal(index + 1, micro_batches),
+            micro_batches=share.micro_batches,
+            is_last=ops.equal(index + 1, share.micro_batches),
             loss_scale=self._state.loss_scale.value,
             training=self._training,
         )
 
-    def _prepare(self, batch, index, info):
+    def _prepare(self, batch, index, share, info):
         if self._may_draw:
-            self._state.seat_rng(index)
+            self._state.seat_rng(share.seat(index))
         return self._hooks.on_micro_batch(batch, info)
 
     @contextlib.contextmanager
@@ -609,15 +768,14 @@ class WindowProgram:
                 stack.enter_context(layer.micro_batch(ops.equal(index, 0)))
             yield
 
-    def _accumulate(
-        self, batch, index, micro_batches, totals, weighing, *, ahead, add
-    ):
+    def _accumulate(self, batch, index, share, totals, weighing, *, ahead, add):
         index = ops.cast(index, "int32")
-        micro_batches = ops.cast(micro_batches, "int32")
-        info = self._info(index, micro_batches)
+        micro_batches = ops.cast(share.micro_batches, "int32")
+        share = share._replace(micro_batches=micro_batches)
+        info = self._info(index, share)
         book = self._hooks._log_book
         book.open()
-        batch = self._prepare(batch, index, info)
+        batch = self._prepare(batch, index, share, info)
         before = book.take()
 
         compute_loss = None
@@ -633,7 +791,7 @@ class WindowProgram:
             factors = loss_factors(
                 measured.weighted,
                 weighing,
-                micro_batches=ops.cast(micro_batches, "float32"),
+                micro_batches=ops.cast(share.total, "float32"),
                 totals=totals,
             )
             scaled = [
@@ -923,3 +1081,26 @@ class WindowProgram:
 def _divide(sums, divisor):
     """Divide the sums of gradients by what their weights add up to."""
     return [ops.divide_no_nan(total, divisor) for total in sums]
+
+
+def _length(stacked):
+    """Count the micro-batches of a `Batch` of tensors `[k, m, ...]`."""
+    return ops.shape(tree.flatten(stacked)[0])[0]
+
+
+def _weighed_rows(rows):
+    """Turn the numbers of micro-batches into what adds up over replicas."""
+    loss, weight, *rest = ops.unstack(rows, rows.shape[1], axis=1)
+    if rest:
+        norm, factor = rest
+        rest = [norm * norm, factor]
+    return ops.stack([loss * weight, weight, *rest], axis=1)
+
+
+def _mean_rows(rows, replicas):
+    """Undo that: losses are means by weight, norms root mean squares."""
+    loss, weight, *rest = ops.unstack(rows, rows.shape[1], axis=1)
+    if rest:
+        norm, factor = rest
+        rest = [ops.sqrt(norm / replicas), factor / replicas]
+    return ops.stack([ops.divide_no_nan(loss, weight), weight, *rest], axis=1)

@@ -101,7 +101,8 @@ class Checkpoint(Callback):
         self._is_new_best = False
         if self.params.get("fast_dev_run", False):
             return
-        self.checkpoints.clean()
+        if self.trainer.is_chief:
+            self.checkpoints.clean()
         self._writer = ThreadPoolExecutor(1, "checkpoint")
 
     def on_validation_end(self, update, logs=None):
@@ -171,9 +172,12 @@ class Checkpoint(Callback):
         self._saved_at = moment
         self._wait(is_last=False)
         score, self._score, self._is_new_best = self._score, None, False
-        self._writing = self._writer.submit(
-            self.checkpoints.write, self.trainer.snapshot(), score
-        )
+        # Taken in every process, since they may have to do it together.
+        snapshot = self.trainer.snapshot()
+        if self.trainer.is_chief:
+            self._writing = self._writer.submit(
+                self.checkpoints.write, snapshot, score
+            )
 
     def _wait(self, *, is_last):
         """Wait for the write under way, and say how it ended."""

@@ -111,6 +111,12 @@ class GradientNoiseScale(Callback):
         self._since = Progress()
 
     def on_train_begin(self, logs=None):
+        if self.trainer.replicas > 1:
+            raise ValueError(
+                "GradientNoiseScale must watch a Trainer of one replica. "
+                f"Received: {self.trainer.replicas} replicas, whose gradients "
+                "are not measured apart. Leave the callback out."
+            )
         self._begin()
         self._since = self.trainer.progress
         self._has_trained = False
@@ -143,7 +149,7 @@ class GradientNoiseScale(Callback):
             return
         self._is_open = False
         self._read()
-        if self.params.get("fast_dev_run", False) or not self._has_trained:
+        if not self.may_write or not self._has_trained:
             return
         if not self._sums[-1]:
             warnings.warn(

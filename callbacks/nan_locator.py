@@ -73,7 +73,7 @@ class NaNLocator(Callback):
         self._unchecked = None
         self._seen = self.trainer.last_window
         self._left = self.most_reports
-        self._is_open = not self.params.get("fast_dev_run", False)
+        self._is_open = self.may_write
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch

@@ -55,9 +55,8 @@ class Profile(Callback):
         self._is_recording = False
 
     def on_train_begin(self, logs=None):
-        is_trial = self.params.get("fast_dev_run", False)
         last_update = self.first_update + self.updates
-        self._upcoming = iter(range(0 if is_trial else last_update + 1))
+        self._upcoming = iter(range(last_update + 1 if self.may_write else 0))
 
     def on_train_batch_begin(self, batch, logs=None):
         # Runs out after the last update of interest.

@@ -42,6 +42,22 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("suite")
 
 
+DEVICES = 4
+"""Into how many devices the tests divide the processor."""
+
+if BACKEND == "jax":
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+elif BACKEND == "tensorflow":
+    import tensorflow as tf
+
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * DEVICES,
+    )
+
+
 def pytest_report_header():
     """Say which backend and which versions this run is about."""
     names = (KERAS_NAME.replace("_", "-"), BACKEND, "numpy")
@@ -69,8 +85,6 @@ def keras_may_promote():
     if BACKEND != "jax":
         yield
         return
-    import jax
-
     print(
         "JAX's strict dtype promotion is off: ema_overwrite_frequency of Keras "
         "3.15 multiplies float32 weights by int32."

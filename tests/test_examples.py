@@ -111,6 +111,14 @@ SHORT = {
             r"good images +moves the student: True, teacher: True",
         ),
     ),
+    "distributed.py": Short(
+        arguments=("--epochs", "2"),
+        lines=(
+            r"128 samples per update = 16 micro-batches x 8; 11 .*",
+            r"Epoch 2/2 .*",
+            r"test accuracy \d+\.\d%, loss \d\.\d+",
+        ),
+    ),
     "wandb_run.py": Short(
         arguments=("--epochs", "1"),
         lines=(

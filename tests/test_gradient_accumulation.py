@@ -527,7 +527,8 @@ def test_strategy_is_refused():
 def test_distribution_is_refused():
     if BACKEND != "jax":
         pytest.skip("keras.distribution needs JAX")
-    keras.distribution.set_distribution(keras.distribution.DataParallel())
+    distribution = keras.distribution.DataParallel(devices=["cpu:0"])
+    keras.distribution.set_distribution(distribution)
     try:
         with pytest.raises(ValueError, match="trains on one device"):
             mlp().fit(X, Y, callbacks=[GradientAccumulation(2)], **ORDER)

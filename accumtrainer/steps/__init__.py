@@ -4,7 +4,11 @@ Only the files named after a backend import one.
 """
 
 from accumtrainer import errors
-from accumtrainer.keras_api import BACKEND
+from accumtrainer.keras_api import (
+    BACKEND,
+    current_distribution,
+    strategy_of,
+)
 from accumtrainer.steps.batchwise import (
     BatchwiseProgram,
     BatchwiseStep,
@@ -34,11 +38,13 @@ __all__ = [
 ]
 
 
-def make_backend(*, run_eagerly=False):
+def make_backend(*, run_eagerly=False, model=None):
     """Make the functions of the backend Keras runs on.
 
     Args:
         run_eagerly: bool, whether to run everything as plain Python.
+        model: `keras.Model` whose replicas share windows out, if it has
+            several; `None` to keep to one device.
 
     Returns:
         An object with the methods of `steps.tensorflow.TensorFlowBackend`.
@@ -49,9 +55,11 @@ def make_backend(*, run_eagerly=False):
     if BACKEND == "tensorflow":
         from accumtrainer.steps.tensorflow import TensorFlowBackend
 
-        return TensorFlowBackend(run_eagerly=run_eagerly)
+        strategy = None if model is None else strategy_of(model)
+        return TensorFlowBackend(run_eagerly=run_eagerly, strategy=strategy)
     if BACKEND == "jax":
         from accumtrainer.steps.jax import JaxBackend
 
-        return JaxBackend(run_eagerly=run_eagerly)
+        distribution = None if model is None else current_distribution()
+        return JaxBackend(run_eagerly=run_eagerly, distribution=distribution)
     raise ImportError(errors.UNSUPPORTED_BACKEND.format(backend=BACKEND))

@@ -7,6 +7,7 @@ variables are made current by `publish`, which whoever lets host code look must
 call first.
 """
 
+import contextlib
 import itertools
 import sys
 import warnings
@@ -14,6 +15,7 @@ import warnings
 import jax
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
+from jax.sharding import PartitionSpec as Spec
 
 from accumtrainer import errors
 from accumtrainer.keras_api import keras
@@ -27,12 +29,18 @@ class JaxBackend:
 
     Args:
         run_eagerly: bool, whether to run everything operation by operation.
+        distribution: `keras.distribution.Distribution`, or `None` to use one
+            device.
     """
 
     name = "jax"
 
-    def __init__(self, *, run_eagerly=False):
+    def __init__(self, *, run_eagerly=False, distribution=None):
         self._run_eagerly = run_eagerly
+        self._mesh = self._axis = None
+        if distribution is not None:
+            self._mesh = distribution.device_mesh.backend_mesh
+            self._axis = distribution.batch_dim_name
         self._holders = {}
         self._active = None
         self._has_warned = False
@@ -57,7 +65,9 @@ class JaxBackend:
         Returns:
             Function of the same arguments.
         """
-        holder = self._holders.setdefault(id(program), _Holder(program))
+        holder = self._holders.setdefault(
+            id(program), _Holder(program, self._mesh)
+        )
 
         def pure(arrays, arguments):
             self._traced = holder.variables
@@ -78,6 +88,106 @@ class JaxBackend:
             return run(leaves, treedef)
 
         return call
+
+    @property
+    def replicas(self):
+        """How many replicas share a window out."""
+        return 1 if self._mesh is None else self._mesh.shape[self._axis]
+
+    @property
+    def processes(self):
+        """How many processes the replicas are in."""
+        return 1 if self._mesh is None else jax.process_count()
+
+    @property
+    def is_chief(self):
+        """Whether this is the process that writes."""
+        return self.processes == 1 or jax.process_index() == 0
+
+    def gather(self, numbers):
+        """Let every process know some numbers of all.
+
+        Args:
+            numbers: list of n numbers.
+
+        Returns:
+            Array `[processes, n]`, float32, the chief's first.
+        """
+        from jax.experimental import multihost_utils
+
+        return multihost_utils.process_allgather(np.asarray(numbers, "float32"))
+
+    def scope(self):
+        """Make a scope in which variables have a copy on every replica.
+
+        Here they get theirs when a program first takes them.
+        """
+        return contextlib.nullcontext()
+
+    def place(self, shares):
+        """Put the rows of a window where their replicas are.
+
+        Args:
+            shares: `Shares` of arrays.
+
+        Returns:
+            `Shares` of arrays of the whole mesh.
+        """
+        return type(shares)(
+            _put(shares.split, self._mesh, self._rows_of_shares()),
+            _put(shares.copied, self._mesh, Spec()),
+        )
+
+    def spread(self, batch):
+        """Put the rows of a batch on several devices, if that can be.
+
+        Args:
+            batch: `Batch` of arrays `[m, ...]`.
+
+        Returns:
+            The same, whatever computes with it.
+        """
+        sizes = {len(leaf) for leaf in jax.tree.leaves(batch)}
+        if self.replicas == 1 or any(n % self.replicas for n in sizes):
+            return batch
+        return _put(batch, self._mesh, Spec(self._axis))
+
+    def _rows_of_shares(self):
+        return Spec(None, self._axis)
+
+    def sum_over_replicas(self, function, shares, *, reading, moving=()):
+        """Run a function on every replica, and add up what they return.
+
+        What it writes to variables is forgotten.
+
+        Args:
+            function: function of the replica's index, a scalar int32, and
+                of its `Shares`; returns a nest of arrays.
+            shares: `Shares` of arrays of all replicas.
+            reading: ignored, since all variables are known here.
+            moving: ignored too.
+
+        Returns:
+            The nest of sums.
+        """
+        del reading, moving
+        variables = self._traced
+        current = [v.value for v in variables]
+
+        def run(arrays, shares):
+            replica = jax.lax.axis_index(self._axis).astype("int32")
+            with _scope(variables, arrays):
+                outcome = function(replica, shares)
+            return jax.lax.psum(outcome, self._axis)
+
+        return jax.shard_map(
+            run,
+            mesh=self._mesh,
+            in_specs=(Spec(), type(shares)(self._rows_of_shares(), Spec())),
+            out_specs=Spec(),
+            axis_names={self._axis},
+            check_vma=False,
+        )(current, shares)
 
     def constant(self, value):
         """Put a NumPy array on the device, to be passed again and again."""
@@ -353,7 +463,14 @@ class _Compiled:
                 [out[split + position] for position in changed],
             )
 
-        return jax.jit(run, donate_argnums=0), changed, kept
+        options = {}
+        if self._holder.mesh is not None:
+            # What changes stays where it is, and everybody is told the rest.
+            arrays = self._holder.arrays
+            kinds = [arrays[position].sharding for position in changed]
+            everywhere = jax.sharding.NamedSharding(self._holder.mesh, Spec())
+            options["out_shardings"] = (everywhere, kinds)
+        return jax.jit(run, donate_argnums=0, **options), changed, kept
 
 
 class _Eager:
@@ -377,10 +494,16 @@ class _Eager:
 
 
 class _Holder:
-    """The arrays of one program's variables, while they are not published."""
+    """The arrays of one program's variables, while they are not published.
 
-    def __init__(self, program):
+    Args:
+        program: object with `variables`.
+        mesh: mesh of devices that every array has to be on, or `None`.
+    """
+
+    def __init__(self, program, mesh=None):
         self._program = program
+        self.mesh = mesh
         self._borrowed = set()
         self.variables = []
         self.arrays = None
@@ -392,7 +515,7 @@ class _Holder:
         variables = self._program.variables
         if list(map(id, variables)) != list(map(id, self.variables)):
             self.variables = variables
-        self.arrays = [_read(v) for v in variables]
+        self.arrays = [_on_mesh(_read(v), self.mesh) for v in variables]
         self._borrowed = set(range(len(variables)))
 
     def give(self, positions):
@@ -443,6 +566,26 @@ HOLDERS = 4
 def _read(variable):
     array = variable.value
     return array if isinstance(array, jax.Array) else jax.numpy.asarray(array)
+
+
+def _on_mesh(array, mesh):
+    """Copy an array to all devices of a mesh, unless it is on them."""
+    if mesh is None or array.sharding.device_set == set(mesh.devices.flat):
+        return array
+    return _put(array, mesh, Spec())
+
+
+def _put(nest, mesh, spec):
+    """Put arrays that all processes have onto the devices of a mesh."""
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    if jax.process_count() == 1:
+        return jax.device_put(nest, sharding)
+    return jax.tree.map(
+        lambda leaf: jax.make_array_from_callback(
+            leaf.shape, sharding, np.asarray(leaf).__getitem__
+        ),
+        nest,
+    )
 
 
 def _begins_with(variables, first):

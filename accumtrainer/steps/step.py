@@ -5,6 +5,7 @@ import functools
 import numpy as np
 
 from accumtrainer.keras_api import ops
+from accumtrainer.replicas import share_out
 
 CLOCKS = (
     "learning_rate",
@@ -151,6 +152,7 @@ class Step:
 
     def __init__(self, program, backend, plan):
         self._program = program
+        self._backend = backend
         self._plan = plan
         self._layout = _Layout()
         self._constant = functools.cache(
@@ -170,18 +172,24 @@ class Step:
         Returns:
             `Report`.
         """
-        if window.is_even and self._plan.name == "fused":
-            return self._run_fused(window)
+        if self._backend.replicas > 1:
+            shares = share_out(window, self._backend.replicas)
+            shares = self._backend.place(shares)
+            return self._run_fused(self._program.run_shares, shares)
+        # Nothing loops over a single micro-batch.
+        is_fused = self._plan.name == "fused" or window.micro_batches == 1
+        if window.is_even and is_fused:
+            return self._run_fused(self._program.run_window, window.stacked)
         return self._run_streamed(window)
 
-    def _run_fused(self, window):
-        def run(stacked):
-            report = self._program.run_window(stacked)
+    def _run_fused(self, run_whole, argument):
+        def run(argument):
+            report = run_whole(argument)
             rows = report.pop("per_micro_batch")
             return self._layout.pack(report), rows
 
         measures = self._program.measures_gradients
-        packed, rows = self._function(("window", measures), run)(window.stacked)
+        packed, rows = self._function(("window", measures), run)(argument)
         return Report(self._layout, packed, rows)
 
     def _run_streamed(self, window):
@@ -299,7 +307,7 @@ class EvaluationStep:
     def predict(self, batch):
         """Compute the predictions of a batch, a nest of tensors."""
         self._program.build_model(batch)
-        return self._predict_batch(batch)
+        return self._predict_batch(self._backend.spread(batch))
 
     def run(self, batch, *, is_first):
         """Add a batch to the evaluation, or begin one with it."""
@@ -307,7 +315,7 @@ class EvaluationStep:
             self._backend.publish()
             self._program.build(batch)
             self._program.start()
-        self._run_batch(batch)
+        self._run_batch(self._backend.spread(batch))
 
     def results(self):
         """Read the evaluation so far, `{name: float}`."""

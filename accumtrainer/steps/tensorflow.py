@@ -8,10 +8,11 @@ import contextlib
 import functools
 from typing import Any, cast
 
+import numpy as np
 import optree
 import tensorflow as tf
 
-from accumtrainer.keras_api import tree
+from accumtrainer.keras_api import keras, tree
 
 
 class TensorFlowBackend:
@@ -19,12 +20,18 @@ class TensorFlowBackend:
 
     Args:
         run_eagerly: bool, whether to run everything as plain Python.
+        strategy: `tf.distribute.Strategy` whose replicas share windows out,
+            or `None` to use one device.
     """
 
     name = "tensorflow"
 
-    def __init__(self, *, run_eagerly=False):
+    def __init__(self, *, run_eagerly=False, strategy=None):
         self._run_eagerly = run_eagerly
+        self._strategy = strategy
+        # What loops have to carry, since it is no variable meanwhile.
+        self._reading, self._moving = [], []
+        self._jit_compile = False
 
     def trace(self, function, batch):
         """Run a function on abstract tensors like a batch of arrays.
@@ -32,6 +39,10 @@ class TensorFlowBackend:
         Returns:
             Set of the names of the operations it consists of.
         """
+        with self.scope():
+            return self._trace(function, batch)
+
+    def _trace(self, function, batch):
         if self._run_eagerly:
             function(tree.map_structure(_to_tensor, batch))
             return set()
@@ -56,7 +67,144 @@ class TensorFlowBackend:
             return lambda *args: function(
                 *(tree.map_structure(_to_tensor, arg) for arg in args)
             )
+        if self.replicas > 1:
+            # XLA compiles what a replica runs, see `sum_over_replicas`.
+            self._jit_compile, jit_compile = jit_compile, False
         return _Compiled(function, jit_compile)
+
+    @property
+    def replicas(self):
+        """How many replicas share a window out."""
+        if self._strategy is None:
+            return 1
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def _members(self):
+        """List the processes of the strategy, pairs of their job and index."""
+        resolver = self._strategy and self._strategy.cluster_resolver
+        cluster = resolver and resolver.cluster_spec()
+        return [
+            (job, index)
+            for job in ("chief", "worker")
+            if cluster and job in cluster.jobs
+            for index in cluster.task_indices(job)
+        ]
+
+    @property
+    def processes(self):
+        """How many processes the replicas are in."""
+        return max(1, len(self._members))
+
+    @property
+    def is_chief(self):
+        """Whether this is the process that writes."""
+        return self.processes == 1 or self._index == 0
+
+    @property
+    def _index(self):
+        resolver = self._strategy.cluster_resolver
+        return self._members.index((resolver.task_type, resolver.task_id))
+
+    def gather(self, numbers):
+        """Let every process know some numbers of all.
+
+        Args:
+            numbers: list of n numbers.
+
+        Returns:
+            Array `[processes, n]`, float32, the chief's first.
+        """
+        rows = np.zeros([self.processes, len(numbers)], "float32")
+        rows[self._index] = numbers
+        # Each of the process's own replicas adds the same.
+        rows /= self.replicas // self.processes
+        return self._add_up(tf.constant(rows)).numpy()
+
+    @functools.cached_property
+    def _add_up(self):
+        def add_up(rows):
+            every = self._strategy.run(tf.identity, (rows,))
+            return self._strategy.reduce("SUM", every, axis=None)
+
+        return tf.function(add_up, autograph=False)
+
+    def scope(self):
+        """Make a scope in which variables have a copy on every replica."""
+        if self._strategy is None:
+            return contextlib.nullcontext()
+        return self._strategy.scope()
+
+    def place(self, shares):
+        """Leave a window where it is; every replica takes its share."""
+        return shares
+
+    def spread(self, batch):
+        """Leave a batch where it is; one replica computes with it."""
+        return batch
+
+    def sum_over_replicas(self, function, shares, *, reading, moving=()):
+        """Run a function on every replica, and add up what they return.
+
+        What it writes to variables is forgotten.
+
+        Args:
+            function: function of the replica's index, a scalar int32, and
+                of its `Shares`; returns a nest of tensors.
+            shares: `Shares` of tensors of all replicas.
+            reading: list of the Keras variables it only reads; others that
+                it reads have one value for all replicas.
+            moving: list of the Keras variables it may write to.
+
+        Returns:
+            The nest of sums.
+        """
+        size = self.replicas
+
+        # Traced outside of the strategy, where Keras leaves losses alone; a
+        # replica would have it divide them by the number of replicas.
+        @functools.partial(
+            tf.function, jit_compile=self._jit_compile, autograph=False
+        )
+        def run(replica, shares, read, moved):
+            self._reading = list(zip(reading, read, strict=True))
+            self._moving = list(moving)
+            try:
+                with self._scope_of(moved):
+                    return function(replica, shares)
+            finally:
+                self._reading, self._moving = [], []
+
+        def run_on_replica(shares, moved):
+            replica = _replica_index()
+            split = tree.map_structure(
+                lambda leaf: _share_of(leaf, replica, size), shares.split
+            )
+            read = [tf.convert_to_tensor(v.value) for v in reading]
+            return program(replica, shares._replace(split=split), read, moved)
+
+        moved = [tf.convert_to_tensor(v.value) for v in moving]
+        split = tree.map_structure(
+            lambda leaf: _share_of(leaf, 0, size), shares.split
+        )
+        program = run.get_concrete_function(
+            tf.constant(0),
+            shares._replace(split=split),
+            [tf.convert_to_tensor(v.value) for v in reading],
+            moved,
+        )
+        return _sum(
+            self._strategy.run(run_on_replica, (shares, moved)), self._strategy
+        )
+
+    def _scope_of(self, values):
+        """Make a scope in which what moves on a replica has other values."""
+        if not self._moving:
+            return contextlib.nullcontext()
+        moved = zip(self._moving, values, strict=True)
+        return keras.StatelessScope(
+            [*self._reading, *moved], collect_losses=True
+        )
 
     def constant(self, value):
         """Put a NumPy array on the device, to be passed again and again."""
@@ -205,26 +353,33 @@ class TensorFlowBackend:
                 results.append(result)
             return tree.map_structure(_stack, *results), carry
 
-        def step(index, arrays, carry):
-            result, carry = body(index, take(index), carry)
+        moving = self._moving
+
+        def step(index, arrays, values, carry):
+            with self._scope_of(values):
+                result, carry = body(index, take(index), carry)
+                values = [variable.value for variable in moving]
             arrays = [
                 array.write(index, leaf)
                 for array, leaf in zip(arrays, _present(result), strict=True)
             ]
-            return index + 1, arrays, list(carry)
+            return index + 1, arrays, values, list(carry)
 
         # One at a time, since micro-batches that overlap have all their
         # activations in memory.
-        _, arrays, carry = tf.while_loop(
+        _, arrays, values, carry = tf.while_loop(
             lambda index, *_: index < length,
             step,
             [
                 tf.constant(0),
                 [tf.TensorArray(d, size=length) for d in _present(dtypes)],
+                [variable.value for variable in moving],
                 list(carry),
             ],
             parallel_iterations=1,
         )
+        for variable, value in zip(moving, values, strict=True):
+            variable.assign(value)
         stacked = iter([array.stack() for array in arrays])
         return tree.map_structure(lambda d: d and next(stacked), dtypes), carry
 
@@ -348,6 +503,48 @@ def _take_joined(iterator, count):
     )
     joined = tf.nest.pack_sequence_as(spec, [a.concat() for a in arrays])
     return joined, sizes.stack()
+
+
+def _replica_index():
+    context = tf.distribute.get_replica_context()
+    return tf.cast(context.replica_id_in_sync_group, "int32")
+
+
+def _share_of(leaf, replica, count):
+    """Take a replica's rows of `[k, count * m, ...]`."""
+    if leaf is None:
+        return None
+    size = tf.shape(leaf)[1] // count
+    share = leaf[:, replica * size : (replica + 1) * size]
+    known = leaf.shape[1]
+    share.set_shape([leaf.shape[0], known and known // count, *leaf.shape[2:]])
+    return share
+
+
+def _sum(outcome, strategy):
+    """Add up a nest of values of each replica, in one reduction per dtype.
+
+    Args:
+        outcome: nest of tensors of every replica.
+        strategy: `tf.distribute.Strategy`.
+
+    Returns:
+        The nest of sums, tensors of one device.
+    """
+    leaves = tree.flatten(outcome)
+    kinds = [strategy.experimental_local_results(v)[0].dtype for v in leaves]
+    sums = {}
+    for kind in dict.fromkeys(kinds):
+        alike = [i for i, dtype in enumerate(kinds) if dtype == kind]
+        with strategy.scope():
+            reduced = strategy.extended.batch_reduce_to(
+                tf.distribute.ReduceOp.SUM,
+                # Back onto all devices, since only then are they packed.
+                [(leaves[i], leaves[i]) for i in alike],
+            )
+        for position, value in zip(alike, reduced, strict=True):
+            sums[position] = strategy.experimental_local_results(value)[0]
+    return tree.pack_sequence_as(outcome, [sums[i] for i in range(len(sums))])
 
 
 def _in_float32(gradient):

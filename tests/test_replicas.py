@@ -1,0 +1,526 @@
+"""Claims about replicas: together they make the update of one device."""
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import DEVICES
+
+from accumtrainer import (
+    Accumulation,
+    LossScale,
+    Trainer,
+    WeightedLoss,
+    WindowLossTrainer,
+)
+from accumtrainer.batches import Batch, window_of_rows
+from accumtrainer.callbacks import Checkpoint, GradientAccumulation
+from accumtrainer.keras_api import BACKEND, keras, ops
+from accumtrainer.layers import AccumulatedBatchNormalization
+from accumtrainer.replicas import share_out
+
+UPDATES = 20
+
+
+def distributed(count):
+    """Make a scope in which models have so many replicas."""
+    if count == 1:
+        return contextlib.nullcontext()
+    if BACKEND == "jax":
+        devices = [f"cpu:{index}" for index in range(count)]
+        return keras.distribution.DataParallel(devices=devices).scope()
+    import tensorflow as tf
+
+    devices = [f"CPU:{index}" for index in range(count)]
+    # Collectives of TensorFlow know one group of devices in a process.
+    return tf.distribute.MirroredStrategy(
+        devices, cross_device_ops=tf.distribute.ReductionToOneDevice()
+    ).scope()
+
+
+def make_trainer(replicas, make_model, trainer_type=Trainer, **options):
+    """Make a Trainer of replicas, whose model begins as any other."""
+    options = {
+        "optimizer": lambda: keras.optimizers.Adam(0.01, clipnorm=1.0),
+        "loss": "mse",
+        "accumulation": Accumulation(micro_batch_size=3),
+        "seed": 0,
+        # XLA takes longer to compile the models here than they train.
+        "jit_compile": BACKEND == "jax",
+    } | options
+    keras.utils.set_random_seed(0)
+    with distributed(replicas):
+        model = make_model()
+        rng = np.random.default_rng(0)
+        for variable in model.trainable_variables:
+            variable.assign(0.3 * rng.normal(size=variable.shape))
+        options["optimizer"] = options["optimizer"]()
+        return trainer_type(model, **options)
+
+
+def make_mlp():
+    return keras.Sequential(
+        [
+            keras.Input([6]),
+            keras.layers.Dense(8, activation="tanh", kernel_regularizer="l2"),
+            keras.layers.Dense(2),
+        ]
+    )
+
+
+def weights_of(trainer):
+    return [
+        keras.ops.convert_to_numpy(variable)
+        for variable in [
+            *trainer.model.variables,
+            *trainer.optimizer.variables,
+        ]
+        if "seed" not in variable.path
+    ]
+
+
+def assert_close(ours, theirs, tolerance=1e-5):
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one, other, atol=tolerance, rtol=tolerance)
+
+
+def assert_same_training(make_model, x, y, replicas, *, fit=None, **options):
+    """Train on one device and on several, and compare everything."""
+    histories, trainers = [], []
+    for count in (1, replicas):
+        trainer = make_trainer(count, make_model, **options)
+        history = trainer.fit(x, y, **{"epochs": 2, "verbose": 0} | (fit or {}))
+        histories.append(history.history)
+        trainers.append(trainer)
+    assert_close(*map(weights_of, trainers))
+    one, several = histories
+    assert one.keys() == several.keys()
+    for name, values in one.items():
+        np.testing.assert_allclose(
+            several[name], values, rtol=1e-4, err_msg=name
+        )
+    counts = [trainer.progress for trainer in trainers]
+    assert counts[0].updates == counts[1].updates
+    assert counts[0].samples == counts[1].samples
+    return trainers[1]
+
+
+def targets(rng, samples):
+    return (
+        rng.normal(size=[samples, 6]).astype("float32"),
+        rng.normal(size=[samples, 2]).astype("float32"),
+    )
+
+
+# --- What is exact. ---
+
+# Rows of a loader batch: all alike, some left over for a smaller micro-batch,
+# some left over for nobody, fewer than there are replicas.
+BATCH_SIZES = {"even": 24, "smaller": 28, "left over": 17, "few": 3}
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("kind", BATCH_SIZES)
+def test_replicas_make_the_updates_of_one_device(rng, kind, replicas):
+    batch_size = BATCH_SIZES[kind]
+    x, y = targets(rng, batch_size * UPDATES // 2)
+    trainer = assert_same_training(
+        make_mlp,
+        x,
+        y,
+        replicas,
+        fit={"batch_size": batch_size},
+        metrics=["mae"],
+    )
+    assert trainer.progress.updates == UPDATES
+
+
+def test_replicas_under_xla_make_the_same_updates(rng):
+    x, y = targets(rng, 34)
+    options = {"metrics": ["mae"], "jit_compile": True}
+    fit = {"batch_size": 17}
+    assert_same_training(make_mlp, x, y, 2, fit=fit, **options)
+
+
+@pytest.mark.parametrize("tail", ["flush", "carry", "drop"])
+def test_loader_batches_are_shared_out_too(rng, tail):
+    x, y = targets(rng, 47)
+    assert_same_training(
+        make_mlp,
+        x,
+        y,
+        2,
+        accumulation=Accumulation(steps=3, tail=tail),
+        fit={"batch_size": 5},
+    )
+
+
+def test_sample_weights_count_across_replicas(rng):
+    x, y = targets(rng, 60)
+    weight = rng.uniform(0.0, 2.0, size=60) * (rng.uniform(size=60) > 0.4)
+    assert_same_training(
+        make_mlp,
+        x,
+        y,
+        4,
+        loss=keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"),
+        weighted_metrics=["mae"],
+        fit={"batch_size": 20, "sample_weight": weight},
+    )
+
+
+def test_sum_of_losses_stays_a_sum(rng):
+    x, y = targets(rng, 40)
+    assert_same_training(
+        make_mlp,
+        x,
+        y,
+        2,
+        loss=keras.losses.MeanSquaredError(reduction="sum"),
+        fit={"batch_size": 15},
+    )
+
+
+def test_outputs_have_denominators_of_their_own(rng):
+    def make_model():
+        tokens = keras.Input([5], dtype="int32")
+        embedded = keras.layers.Embedding(7, 4, mask_zero=True)(tokens)
+        named = keras.layers.Dense(3, name="tag")(embedded)
+        pooled = keras.layers.GlobalAveragePooling1D()(embedded)
+        return keras.Model(
+            tokens, {"tag": named, "size": keras.layers.Dense(1)(pooled)}
+        )
+
+    x = rng.integers(1, 7, size=[40, 5])
+    x *= np.arange(5) < rng.integers(1, 6, size=[40, 1])
+    y = {
+        "tag": rng.integers(3, size=[40, 5]),
+        "size": rng.normal(size=[40, 1]).astype("float32"),
+    }
+    assert_same_training(
+        make_model,
+        x,
+        y,
+        2,
+        loss={
+            "tag": keras.losses.SparseCategoricalCrossentropy(
+                from_logits=True, reduction="mean_with_sample_weight"
+            ),
+            "size": "mse",
+        },
+        loss_weights={"tag": 1.0, "size": 0.3},
+        fit={"batch_size": 13},
+    )
+
+
+def test_evaluation_and_prediction_are_those_of_one_device(rng):
+    x, y = targets(rng, 26)
+    results = []
+    for count in (1, 2):
+        trainer = make_trainer(count, make_mlp, metrics=["mae"])
+        logs = trainer.evaluate(x, y, batch_size=8, verbose=0, return_dict=True)
+        outputs = trainer.predict(x, batch_size=8, verbose=0)
+        results.append([*logs.values(), outputs])
+    assert_close(*results)
+
+
+# --- What is agreed on. ---
+
+
+def test_batch_statistics_are_averaged(rng):
+    def make_model():
+        return keras.Sequential(
+            [
+                keras.Input([6]),
+                keras.layers.BatchNormalization(momentum=0.5),
+                keras.layers.Dense(2),
+            ]
+        )
+
+    x, y = targets(rng, 8)
+    trainer = make_trainer(
+        2, make_model, accumulation=Accumulation(micro_batch_size=4)
+    )
+    trainer.train_on_batch(x, y)
+    normalization = trainer.model.layers[0]
+    np.testing.assert_allclose(
+        normalization.moving_mean, 0.5 * x.mean(axis=0), atol=1e-6
+    )
+    variances = [x[:4].var(axis=0), x[4:].var(axis=0)]
+    np.testing.assert_allclose(
+        normalization.moving_variance,
+        0.5 + 0.5 * np.mean(variances, axis=0),
+        rtol=1e-5,
+    )
+
+
+def test_accumulated_statistics_are_those_of_the_whole_window(rng):
+    def make_model():
+        return keras.Sequential(
+            [
+                keras.Input([6]),
+                AccumulatedBatchNormalization(momentum=0.5),
+                keras.layers.Dense(2),
+            ]
+        )
+
+    x, y = targets(rng, 23)
+    trainer = make_trainer(4, make_model)
+    trainer.train_on_batch(x, y)
+    normalization = trainer.model.layers[0]
+    np.testing.assert_allclose(
+        normalization.moving_mean, 0.5 * x.mean(axis=0), atol=1e-6
+    )
+    np.testing.assert_allclose(
+        normalization.moving_variance, 0.5 + 0.5 * x.var(axis=0), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("bad_row", [0, 5, 11])
+def test_all_skip_what_overflows_on_one(rng, bad_row):
+    x, y = targets(rng, 12)
+    x[bad_row] = np.inf
+    trainer = make_trainer(
+        4, make_mlp, loss_scale=LossScale(initial=8.0), metrics=["mae"]
+    )
+    trainer.train_on_batch(*targets(rng, 12))
+    before = weights_of(trainer)
+    trainer.train_on_batch(x, y)
+    for one, other in zip(weights_of(trainer), before, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert trainer.progress.skipped_updates == 1
+    trainer.train_on_batch(*targets(rng, 12))
+    assert trainer.progress.updates == 2
+    assert trainer.window_logs["loss_scale"] == 4.0
+    assert all(np.isfinite(value).all() for value in weights_of(trainer))
+
+
+class Drawing(Trainer):
+    """Draws random numbers in several hooks, and logs them."""
+
+    def draw(self, name):
+        value = keras.random.uniform([], seed=self.rng)
+        for reduce in ("max", "min"):
+            self.log(f"{name}_{reduce}", value, reduce=reduce)
+
+    def on_micro_batch(self, batch, info):
+        self.draw("pass")
+        return batch
+
+    def on_apply(self, gradients, info):
+        self.draw("apply")
+        return gradients
+
+
+def test_hooks_draw_apart_in_passes_and_alike_in_updates(rng):
+    trainer = make_trainer(4, make_mlp, Drawing)
+    trainer.train_on_batch(*targets(rng, 12))
+    first = dict(trainer.window_logs)
+    assert first["pass_min"] < first["pass_max"]
+    assert first["apply_min"] == first["apply_max"]
+    trainer.train_on_batch(*targets(rng, 12))
+    assert trainer.window_logs["pass_max"] != first["pass_max"]
+
+
+class Ones(Trainer):
+    """Logs how much a layer of dropout leaves of ones."""
+
+    def compute_loss(self, batch, info):
+        left = ops.sum(self.model(batch.x, training=info.training))
+        for reduce in ("max", "min"):
+            self.log(f"left_{reduce}", left, reduce=reduce)
+        return WeightedLoss(left, 1.0)
+
+
+def make_dropout():
+    return keras.Sequential(
+        [
+            keras.Input([64]),
+            keras.layers.Dropout(0.5, seed=3),
+            keras.layers.Dense(1),
+        ]
+    )
+
+
+def test_layers_draw_apart_on_replicas():
+    trainer = make_trainer(2, make_dropout, Ones, accumulation=1, loss=None)
+    x = np.ones([2, 64], "float32")
+    trainer.train_on_batch(x)
+    first = dict(trainer.window_logs)
+    assert first["left_min"] != first["left_max"]
+    trainer.train_on_batch(x)
+    assert trainer.window_logs["left_min"] != first["left_min"]
+
+
+def test_rows_left_over_draw_alike_and_count_once():
+    trainer = make_trainer(4, make_dropout, Ones, accumulation=1, loss=None)
+    trainer.train_on_batch(np.ones([3, 64], "float32"))
+    assert trainer.window_logs["weight"] == 3.0
+
+
+class Hooked(Trainer):
+    """Logs what hooks are told."""
+
+    def on_accumulate(self, gradients, info):
+        self.log("rows", ops.cast(info.weight, "float32"), reduce="max")
+        return gradients
+
+    def on_apply(self, gradients, info):
+        self.log("total", info.total_weight)
+        self.log("norm", ops.sum(ops.square(gradients[-1])))
+        return gradients
+
+
+def test_on_accumulate_sees_one_share_and_on_apply_the_sum(rng):
+    x, y = targets(rng, 12)
+    logs = []
+    for count in (1, 4):
+        trainer = make_trainer(count, make_mlp, Hooked)
+        trainer.train_on_batch(x, y)
+        logs.append(dict(trainer.window_logs))
+    assert [log["rows"] for log in logs] == [3.0, 3.0]
+    assert [log["total"] for log in logs] == [12.0, 12.0]
+    np.testing.assert_allclose(logs[0]["norm"], logs[1]["norm"], rtol=1e-5)
+    assert trainer.micro_batch_logs["loss"].shape == (1,)
+    np.testing.assert_allclose(
+        trainer.micro_batch_logs["loss"][0], logs[0]["loss"], rtol=0.2
+    )
+
+
+def copies_of(variable):
+    """List the values that the devices hold of a variable."""
+    if BACKEND == "jax":
+        return [shard.data for shard in variable.value.addressable_shards]
+    return variable.value.values
+
+
+def test_every_device_holds_the_same_weights(rng):
+    trainer = make_trainer(4, make_mlp)
+    x, y = targets(rng, 51)
+    trainer.fit(x, y, batch_size=17, verbose=0)
+    for variable in trainer.model.trainable_variables:
+        copies = [np.asarray(copy) for copy in copies_of(variable)]
+        assert len(copies) == 4
+        for copy in copies:
+            np.testing.assert_array_equal(copy, copies[0])
+
+
+def test_update_reduces_once_whatever_its_micro_batches():
+    # Not in this process: TensorFlow's collectives know one group of devices.
+    script = str(Path(__file__).with_name("reductions_run.py"))
+    two, eight = (
+        subprocess.run(
+            [sys.executable, script, micro_batches],
+            stdout=subprocess.PIPE,
+            check=True,
+            text=True,
+        ).stdout.split()
+        for micro_batches in ("2", "8")
+    )
+    assert two == eight
+    # Everything that is a float; and random states.
+    floats = [kind for kind in two if kind in ("f32", "float32")]
+    assert len(floats) == 1
+    assert len(two) <= 2
+
+
+def test_weights_may_be_split_over_devices_too(rng):
+    if BACKEND != "jax":
+        reason = "Keras has no ModelParallel on TensorFlow"
+        print(f"Not run: {reason}.")
+        pytest.skip(reason)
+    mesh = keras.distribution.DeviceMesh(
+        (2, 2), ["batch", "model"], [f"cpu:{index}" for index in range(4)]
+    )
+    layouts = keras.distribution.LayoutMap(mesh)
+    layouts[".*dense.*/kernel"] = (None, "model")
+    x, y = targets(rng, 85)
+    trainers = [make_trainer(1, make_mlp)]
+    distribution = keras.distribution.ModelParallel(
+        layout_map=layouts, batch_dim_name="batch"
+    )
+    with distribution.scope():
+        trainers.append(make_trainer(1, make_mlp))
+    for trainer in trainers:
+        trainer.fit(x, y, batch_size=17, epochs=2, verbose=0)
+    assert_close(*map(weights_of, trainers))
+    kernel = trainers[1].model.trainable_variables[0].value
+    assert kernel.addressable_shards[0].data.shape == (6, 4)
+
+
+# --- What goes on elsewhere. ---
+
+
+@pytest.mark.parametrize("counts", [(2, 4), (4, 1), (1, 2)])
+def test_checkpoint_of_some_goes_on_with_others(rng, tmp_path, counts):
+    x, y = targets(rng, 48)
+    options = {"batch_size": 12, "verbose": 0}
+    whole = make_trainer(1, make_mlp, metrics=["mae"])
+    whole.fit(x, y, epochs=3, **options)
+    for epochs, count in zip((1, 3), counts, strict=True):
+        trainer = make_trainer(
+            count,
+            make_mlp,
+            metrics=["mae"],
+            callbacks=[Checkpoint(tmp_path)],
+        )
+        trainer.fit(x, y, epochs=epochs, resume_from="auto", **options)
+    assert trainer.progress.updates == whole.progress.updates == 12
+    assert_close(*map(weights_of, (trainer, whole)))
+
+
+def test_start_line_tells_of_replicas(rng, capsys):
+    trainer = make_trainer(2, make_mlp)
+    x, y = targets(rng, 24)
+    trainer.fit(x, y, batch_size=12, verbose=2)
+    line = capsys.readouterr().out.splitlines()[0]
+    assert "12 samples per update = 2 micro-batches x 6" in line
+    assert "shared out among 2 replicas" in line
+
+
+class Compared(WindowLossTrainer):
+    def window_loss(self, embeddings, batch, info):
+        return ops.mean(embeddings)
+
+
+def test_what_keeps_to_one_device_is_refused(rng):
+    with distributed(2):
+        model = make_mlp()
+        with pytest.raises(ValueError, match="with 2 replicas. Build the"):
+            Compared(model, optimizer="sgd")
+        model.compile("sgd", "mse")
+        with pytest.raises(ValueError, match="GradientAccumulation"):
+            model.fit(
+                *targets(rng, 8),
+                verbose=0,
+                callbacks=[GradientAccumulation(steps=2)],
+            )
+
+
+# --- How windows are shared out. ---
+
+
+@pytest.mark.parametrize(
+    ("sizes", "replicas", "split", "copied"),
+    [
+        ((8, 8, 8), 2, [(3, 8)], []),
+        ((8, 8, 3), 2, [(2, 8), (1, 2)], [(1, 1)]),
+        ((8, 8, 7), 4, [(2, 8), (1, 4)], [(1, 2), (1, 1)]),
+        ((3,), 4, [], [(3, 1)]),
+        ((5, 5), 2, [(2, 4)], [(2, 1)]),
+    ],
+)
+def test_rows_are_split_evenly_or_copied(sizes, replicas, split, copied):
+    rows = np.arange(sum(sizes))
+    shares = share_out(window_of_rows(Batch(rows), sizes), replicas)
+    assert [batch.x.shape for batch in shares.split] == split
+    assert [batch.x.shape for batch in shares.copied] == copied
+    found = [b.x.ravel() for b in (*shares.split, *shares.copied)]
+    assert sorted(np.concatenate(found).tolist()) == rows.tolist()
+
+
+def test_there_are_devices_to_share_out():
+    assert DEVICES >= 4
