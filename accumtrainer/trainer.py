@@ -723,10 +723,12 @@ def _make_source_of_one(x, y, sample_weight, class_weight=None):
 
 def _draw_seed(backend):
     """Draw a seed, the same in all processes."""
-    halves = np.random.SeedSequence().generate_state(2, "uint16")
-    if backend.processes > 1:
-        halves = backend.gather(halves)[0]
-    return int(halves[0]) << 16 | int(halves[1])
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    if backend.processes == 1:
+        return seed
+    # In two parts, which float32 holds exactly.
+    high, low = backend.gather([seed >> 16, seed & 0xFFFF])[0]
+    return int(high) << 16 | int(low)
 
 
 def _make_progress_bar(verbose):
