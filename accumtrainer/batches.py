@@ -75,6 +75,28 @@ class Window:
             for i in range(self.micro_batches)
         )
 
+    def recut(self, micro_batch_size):
+        """Cut the same samples into micro-batches of another size.
+
+        Returns:
+            `Window`; this one if its micro-batches are no larger than that.
+
+        Example:
+            >>> window = window_of_rows(Batch(np.arange(6)), (6,))
+            >>> window.recut(4).sizes
+            (4, 2)
+        """
+        if max(self.sizes) <= micro_batch_size:
+            return self
+        joined, *others = self.split()
+        if others:
+            joined = map_leaves(
+                lambda *rows: np.concatenate(rows), joined, *others
+            )
+        return window_of_rows(
+            joined, slice_sizes(self.samples, micro_batch_size)
+        )
+
 
 def map_leaves(function, *nests):
     """Apply a function to every leaf of a nest; `None` stays `None`."""

@@ -110,7 +110,11 @@ class Accumulation:
             gets the number of updates made and returns the steps of the next
             window.
         micro_batch_size: samples per micro-batch; every loader batch is one
-            update, sliced into micro-batches of that many samples.
+            update, sliced into micro-batches of that many samples. `"auto"`
+            takes the most that fit into memory, see `Trainer.memory_plan`.
+        memory_limit_bytes: most memory of a device that `"auto"` may plan
+            for, all in all; default nine tenths of what the device has. A CPU
+            does not tell, so there it must be given.
         tail: what happens to the batches left over when an epoch ends inside
             a window, with `steps` alone: `"flush"` makes a smaller update,
             `"carry"` keeps them for the next epoch, `"drop"` forgets them.
@@ -129,7 +133,8 @@ class Accumulation:
     """
 
     steps: int | Mapping[int, int] | Callable[[int], int] | None = None
-    micro_batch_size: int | None = None
+    micro_batch_size: int | Literal["auto"] | None = None
+    memory_limit_bytes: int | None = None
     tail: Literal["flush", "carry", "drop"] = "flush"
     combine: Literal["exact", "mean", "sum"] = "exact"
 
@@ -151,6 +156,7 @@ class Accumulation:
             COMBINES,
             "'exact' gives the gradient of the window as one batch.",
         )
+        self._check_memory_limit()
         if self.micro_batch_size is not None:
             self._check_micro_batch_size()
         elif isinstance(self.steps, Mapping):
@@ -272,18 +278,13 @@ class Accumulation:
         return made, batches
 
     def _check_micro_batch_size(self):
-        if self.micro_batch_size == "auto":
-            raise ValueError(
-                "micro_batch_size must be a number, a search for the largest "
-                "that fits is not offered yet. Received: "
-                "micro_batch_size='auto'. Give the largest number of samples "
-                "that fits in memory, for example micro_batch_size=16."
+        if self.micro_batch_size != "auto":
+            require_count(
+                "micro_batch_size",
+                self.micro_batch_size,
+                "Give the number of samples in one forward and backward pass, "
+                "or 'auto' for as many as fit into memory.",
             )
-        require_count(
-            "micro_batch_size",
-            self.micro_batch_size,
-            "Give the number of samples in one forward and backward pass.",
-        )
         if self.tail != "flush":
             raise ValueError(
                 "tail must be left out together with micro_batch_size, where "
@@ -291,6 +292,21 @@ class Accumulation:
                 f"Received: tail={self.tail!r}, "
                 f"micro_batch_size={self.micro_batch_size!r}. Leave tail out, "
                 "or give steps instead of micro_batch_size."
+            )
+
+    def _check_memory_limit(self):
+        if self.memory_limit_bytes is None:
+            return
+        require_count(
+            "memory_limit_bytes",
+            self.memory_limit_bytes,
+            "Write for example 4 * 2**30, or leave it out on a GPU.",
+        )
+        if self.micro_batch_size != "auto":
+            raise ValueError(
+                "memory_limit_bytes must come with micro_batch_size='auto', "
+                "which alone heeds it. Received: "
+                f"micro_batch_size={self.micro_batch_size!r}. Leave it out."
             )
 
 

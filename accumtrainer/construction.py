@@ -12,6 +12,7 @@ from accumtrainer.callback import HOOKS as CALLBACK_HOOKS
 from accumtrainer.config import LossScale
 from accumtrainer.hooks import HOOK_NAMES, overrides_compute_loss
 from accumtrainer.keras_api import (
+    KERAS_NAME,
     check_loss_support,
     check_support,
     compiled_arguments,
@@ -298,15 +299,43 @@ def _check_whole(name, value, *, minimum):
         )
 
 
-def check_replicas(hooks, replicas):
-    """Refuse several devices where the examples of a window must meet.
+def check_replicas(hooks, model, replicas, run_eagerly):
+    """Refuse several devices where they would not make one update.
 
     Raises:
-        ValueError: they would not.
+        ValueError: something needs a single device.
     """
-    if replicas > 1 and hooks.has_window_loss:
-        raise ValueError(
-            errors.WINDOW_LOSS_OF_REPLICAS.format(
-                owner=type(hooks).__name__, replicas=replicas
+    if replicas == 1:
+        return
+    synchronized = [
+        layer.name
+        for layer in flatten_layers(model)
+        if getattr(layer, "synchronized", False)
+    ]
+    for is_refused, received in (
+        (KERAS_NAME == "keras_core", "a model of Keras Core"),
+        (run_eagerly, "run_eagerly=True"),
+        (hooks.has_window_loss, "a loss over the whole window"),
+        (synchronized, f"synchronized=True in {', '.join(synchronized)}"),
+    ):
+        if is_refused:
+            raise ValueError(
+                errors.NOT_WITH_REPLICAS.format(
+                    replicas=replicas, received=received
+                )
             )
-        )
+
+
+def check_memory(accumulation, backend, run_eagerly):
+    """Refuse to look for what fits where nobody knows what there is.
+
+    Raises:
+        ValueError: there is no limit, or no prediction.
+    """
+    if accumulation.micro_batch_size != "auto":
+        return
+    if run_eagerly:
+        raise ValueError(errors.EAGER_MEMORY)
+    limit = accumulation.memory_limit_bytes
+    if limit is None and backend.memory_limit_bytes() is None:
+        raise ValueError(errors.NO_MEMORY_LIMIT)

@@ -55,10 +55,11 @@ KERAS_CORE_PAIRING = (
     "loss as a dict by output name and leave it out there."
 )
 
-WINDOW_LOSS_OF_REPLICAS = (
-    "A WindowLossTrainer must have one device, since its loss compares all "
-    "examples of a window. Received: {owner} of a model with {replicas} "
-    "replicas. Build the model outside of the strategy or distribution."
+NOT_WITH_REPLICAS = (
+    "A model of several replicas must be trained as replicas can: compiled, on "
+    "Keras 3, and exchanging nothing within an update. Received: {replicas} "
+    "replicas, with {received}. Leave that out, or build the model outside of "
+    "the strategy or distribution."
 )
 
 LOADER_OF_PROCESSES = (
@@ -71,6 +72,35 @@ INSPECTION_OF_PROCESSES = (
     "inspect must be called where one process trains. Received: a Trainer in "
     "{processes} processes. Save a checkpoint, restore it in one process, and "
     "inspect the window there."
+)
+
+NOTHING_FITS = (
+    "micro_batch_size='auto' must find a size that fits. Received: micro-"
+    "batches of {size}, which take {peak:.2f} GiB where the limit is "
+    "{limit:.2f} GiB. Raise memory_limit_bytes, or make the model smaller."
+)
+
+NO_MEMORY_LIMIT = (
+    "memory_limit_bytes must be given with micro_batch_size='auto' where the "
+    "device does not tell how much memory it has, as a CPU. Received: None. "
+    "Write for example Accumulation(micro_batch_size='auto', "
+    "memory_limit_bytes=4 * 2**30)."
+)
+
+MEMORY_IS_SECRET = (
+    "micro_batch_size must be a number on this system, which does not tell how "
+    "much memory a process takes. Received: 'auto'. Give a number, or use JAX, "
+    "whose compiler knows."
+)
+
+EAGER_MEMORY = (
+    "micro_batch_size must be a number with run_eagerly=True, where nothing "
+    "plans memory. Received: 'auto'. Leave run_eagerly out, or give a number."
+)
+
+HALVED = (
+    "The device ran out of memory with micro-batches of {before}; from here on "
+    "they are of {after}. The update is the same."
 )
 
 LOSS_WITHOUT_REDUCTION = (

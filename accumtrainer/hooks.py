@@ -33,7 +33,8 @@ class Info:
         epoch: scalar tensor, int32, index of the epoch.
         index: scalar tensor, int32, index of the micro-batch in its window;
             `None` in `on_apply` and `after_apply`.
-        micro_batches: scalar tensor, int32, k.
+        micro_batches: scalar tensor, int32, k. With several replicas, those
+            that this one runs; in `on_apply` and `after_apply` all of them.
         is_last: scalar tensor, bool, whether this is the window's last
             micro-batch; `None` in `on_apply` and `after_apply`.
         loss: scalar tensor, float32: the micro-batch's loss in

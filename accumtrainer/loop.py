@@ -203,6 +203,7 @@ class FitLoop:
                 for callback in self._dispatcher.callbacks
             ),
         )
+        first = self._engine.cut(first)
         self._checks = self._make_checks()
         self._check_saved()
         is_last = self._position.epoch + 1 >= self._options.last_epoch
@@ -504,10 +505,10 @@ class FitLoop:
         if any(map(dispatcher.listens, ("on_micro_batch", "on_accumulate"))):
             before = engine.progress
             report = engine.run_window(window)
-            self._tell_micro_batches(report, window, before)
+            self._tell_micro_batches(report, engine.last_window, before)
         else:
             report = engine.run_window(window)
-        engine.count_window(window)
+        engine.count_window(engine.last_window)
         engine.count_seconds(self._before.seconds + self._seconds())
         if dispatcher.listens("on_apply"):
             self._tell("on_apply", engine.progress.updates, engine.window_logs)

@@ -15,6 +15,7 @@ from accumtrainer.checkpoint import find_checkpoint, write_checkpoint
 from accumtrainer.config import Accumulation, require_choice
 from accumtrainer.construction import (
     check_loss,
+    check_memory,
     check_model,
     check_options,
     check_replicas,
@@ -123,7 +124,8 @@ class Trainer(Hooks):
         arguments = resolve_compile_arguments(model, given)
         check_loss(self, arguments)
         backend = make_backend(model=model)
-        check_replicas(self, backend.replicas)
+        check_replicas(self, model, backend.replicas, run_eagerly)
+        check_memory(self.accumulation, backend, run_eagerly)
         for callback in flatten_callbacks(callbacks):
             check_callback(callback)
         self._compiled_loss = _make_compiled_loss(model, arguments)
@@ -612,10 +614,41 @@ class Trainer(Hooks):
         engine.prepare(window)
         engine.start_epoch(engine.epochs_finished)
         report = engine.run_window(window)
-        engine.count_window(window)
+        engine.count_window(engine.last_window)
         engine.check_skips()
         engine.publish()
         return _as_keras_returns(report.running_logs(), return_dict)
+
+    def memory_plan(self, batch):
+        """Predict how much memory micro-batches of several sizes take.
+
+        On JAX the compiler is asked, for every size; on TensorFlow the
+        gradients of the batch are computed, and nothing else happens. There
+        it is the memory of the process that is measured where there is no
+        accelerator, which other threads move too.
+
+        Args:
+            batch: `(x, y)`, `(x, y, sample_weight)` or `x`, arrays or nests
+                of them, the batch of an update.
+
+        Returns:
+            `MemoryPlan`, whose `rows` have `micro_batch_size`,
+            `micro_batches` and `peak_bytes`; printed, it is a short table.
+
+        Example:
+            >>> model = keras.Sequential([keras.Input([2])])
+            >>> model.add(keras.layers.Dense(1))
+            >>> trainer = Trainer(model, optimizer="sgd", loss="mse")
+            >>> plan = trainer.memory_plan((np.eye(8, 2), np.ones([8, 1])))
+            >>> [row.micro_batch_size for row in plan.rows]
+            [1, 2, 4, 8]
+        """
+        self._engine.check_trainable()
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        source = _make_source_of_one(x, y, sample_weight)
+        window = source.window(list(source.iterate(0)), None)
+        self._engine.prepare(window)
+        return self._engine.memory_plan(window)
 
     def check_equivalence(self, batch, tolerance=1e-5):
         """Compare the accumulated update of a batch with that of the whole.
@@ -666,7 +699,7 @@ class Trainer(Hooks):
         if size is None:
             steps = self.accumulation.steps_at(0, self.progress.updates)
             size = math.ceil(source.samples_per_epoch / steps)
-        return source.window(list(source.iterate(0)), size)
+        return self._engine.cut(source.window(list(source.iterate(0)), size))
 
     def _dispatcher(self, callbacks, source, verbose):
         """Make the dispatcher of one pass over a source."""

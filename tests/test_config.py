@@ -33,7 +33,17 @@ from accumtrainer.progress import Progress
         ({"micro_batch_size": 0}, ValueError, "micro_batch_size=0"),
         ({"micro_batch_size": 1.5}, TypeError, "micro_batch_size=1.5"),
         ({"micro_batch_size": True}, TypeError, "micro_batch_size=True"),
-        ({"micro_batch_size": "auto"}, ValueError, "not offered yet"),
+        ({"micro_batch_size": "most"}, TypeError, "or 'auto' for as many"),
+        (
+            {"micro_batch_size": 4, "memory_limit_bytes": 2**30},
+            ValueError,
+            "must come with micro_batch_size='auto'",
+        ),
+        (
+            {"micro_batch_size": "auto", "memory_limit_bytes": 0},
+            ValueError,
+            "memory_limit_bytes must be",
+        ),
         (
             {"micro_batch_size": 8, "tail": "drop"},
             ValueError,

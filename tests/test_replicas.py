@@ -17,7 +17,11 @@ from accumtrainer import (
     WindowLossTrainer,
 )
 from accumtrainer.batches import Batch, window_of_rows
-from accumtrainer.callbacks import Checkpoint, GradientAccumulation
+from accumtrainer.callbacks import (
+    Checkpoint,
+    GradientAccumulation,
+    GradientNoiseScale,
+)
 from accumtrainer.keras_api import BACKEND, keras, ops
 from accumtrainer.layers import AccumulatedBatchNormalization
 from accumtrainer.replicas import share_out
@@ -489,8 +493,21 @@ class Compared(WindowLossTrainer):
 def test_what_keeps_to_one_device_is_refused(rng):
     with distributed(2):
         model = make_mlp()
-        with pytest.raises(ValueError, match="with 2 replicas. Build the"):
+        with pytest.raises(ValueError, match="a loss over the whole window"):
             Compared(model, optimizer="sgd")
+        with pytest.raises(ValueError, match="2 replicas, with run_eagerly"):
+            Trainer(model, optimizer="sgd", loss="mse", run_eagerly=True)
+        if BACKEND == "tensorflow":
+            layer = keras.layers.BatchNormalization(synchronized=True)
+            model.add(layer)
+            with pytest.raises(ValueError, match=f"True in {layer.name}"):
+                Trainer(model, optimizer="sgd", loss="mse")
+            model.pop()
+        trainer = Trainer(model, optimizer="sgd", loss="mse")
+        with pytest.raises(ValueError, match="must watch a Trainer of one"):
+            trainer.fit(
+                *targets(rng, 8), verbose=0, callbacks=[GradientNoiseScale()]
+            )
         model.compile("sgd", "mse")
         with pytest.raises(ValueError, match="GradientAccumulation"):
             model.fit(

@@ -87,7 +87,37 @@ class JaxBackend:
             self._activate(holder)
             return run(leaves, treedef)
 
+        def peak_bytes(*arguments):
+            leaves, treedef = jax.tree.flatten(arguments)
+            self._activate(holder)
+            return run.peak_bytes(leaves, treedef)
+
+        call.peak_bytes = peak_bytes  # type: ignore[attr-defined]
         return call
+
+    predicts_memory = True
+    """Whether compiled functions know how much memory they take."""
+
+    def memory_limit_bytes(self):
+        """Nine tenths of a device's memory, `None` if it does not tell."""
+        statistics = [d.memory_stats() for d in jax.local_devices()]
+        limits = [s["bytes_limit"] for s in statistics if s]
+        return 9 * min(limits) // 10 if limits else None
+
+    def is_out_of_memory(self, error):
+        """Whether an error says that a device ran out of memory."""
+        return isinstance(error, jax.errors.JaxRuntimeError) and (
+            "RESOURCE_EXHAUSTED" in str(error)
+        )
+
+    def forget(self):
+        """Forget arrays that a call has eaten before it failed.
+
+        The variables must be assigned anew.
+        """
+        for holder in self._holders.values():
+            holder.arrays = None
+        self._active = None
 
     @property
     def replicas(self):
@@ -412,13 +442,12 @@ class _Compiled:
 
     def __call__(self, leaves, treedef):
         holder = self._holder
-        if self._variables is not holder.variables:
-            if not _begins_with(holder.variables, self._variables):
-                self._programs = {}
-            self._variables = holder.variables
+        self._look_at_variables()
         key = (treedef, *((leaf.shape, leaf.dtype) for leaf in leaves))
         program = self._programs.get(key)
         if program is None:
+            if len(self._programs) + 1 == MANY_SHAPES:
+                self._warn_of_many_shapes([leaf.shape for leaf in leaves])
             program = self._trace(leaves, treedef)
             self._programs[key] = program
         run, changed, kept = program
@@ -432,6 +461,34 @@ class _Compiled:
             holder.arrays[position] = array
         return result
 
+    def _look_at_variables(self):
+        """Forget what was compiled for other variables."""
+        variables = self._holder.variables
+        if self._variables is not variables:
+            if not _begins_with(variables, self._variables):
+                self._programs = {}
+            self._variables = variables
+
+    def peak_bytes(self, leaves, treedef):
+        """Ask the compiler for the most memory that a call takes.
+
+        Returns:
+            int, of one device: all variables, arguments, results and what is
+            needed in between.
+        """
+        self._look_at_variables()
+        run, changed, kept = self._trace(leaves, treedef)
+        arrays = self._holder.arrays
+        lowered = run.lower(
+            [_to_spec(arrays[position]) for position in changed],
+            [_to_spec(arrays[position]) for position in kept],
+            [_to_spec(leaf) for leaf in leaves],
+        )
+        needs = lowered.compile().memory_analysis()
+        new = needs.output_size_in_bytes - needs.alias_size_in_bytes
+        held = sum(map(_bytes_of_device, [*arrays, *leaves]))
+        return held + needs.temp_size_in_bytes + max(0, new)
+
     def _trace(self, leaves, treedef):
         """Find out which arrays the function changes, and compile it.
 
@@ -440,8 +497,6 @@ class _Compiled:
             it reads, and of the leaves of the arguments; and the positions of
             both among the variables.
         """
-        if len(self._programs) + 1 == MANY_SHAPES:
-            self._warn_of_many_shapes([leaf.shape for leaf in leaves])
         count = len(self._variables)
         closed, (result, _) = jax.make_jaxpr(self._function, return_shape=True)(
             self._holder.arrays, jax.tree.unflatten(treedef, leaves)
@@ -637,8 +692,20 @@ def _changed_positions(closed, count=None):
 
 
 def _to_spec(leaf):
+    if isinstance(leaf, jax.Array):
+        sharding = leaf.sharding if leaf.committed else None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     dtype = jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)
     return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
+
+
+def _bytes_of_device(array):
+    """Count what an array takes of one of the devices it is on."""
+    if not isinstance(array, jax.Array):
+        return array.nbytes
+    return int(np.prod(array.sharding.shard_shape(array.shape))) * (
+        array.dtype.itemsize
+    )
 
 
 def _primitives(jaxpr):

@@ -5,6 +5,8 @@ from typing import Literal
 
 from accumtrainer.keras_api import flatten_layers
 
+GIB = 2**30
+
 CONVOLUTIONS = frozenset(
     {
         "Conv2D",
@@ -25,6 +27,10 @@ class Plan:
             run streamed under both.
         jit_compile: whether XLA compiles the calls.
         run_eagerly: whether nothing is compiled, for debugging.
+        micro_batch_size: samples per micro-batch on each device, where they
+            were chosen to fit into memory; else `None`.
+        peak_bytes: memory that was predicted for it, `None` if unknown.
+        limit_bytes: memory it had to fit into.
 
     Example:
         >>> str(Plan(name="fused", jit_compile=True))
@@ -34,11 +40,20 @@ class Plan:
     name: Literal["fused", "streamed"]
     jit_compile: bool
     run_eagerly: bool = False
+    micro_batch_size: int | None = None
+    peak_bytes: int | None = None
+    limit_bytes: int | None = None
 
     def __str__(self):
+        words = [self.name]
         if self.run_eagerly:
-            return f"{self.name}, eager"
-        return f"{self.name}, XLA" if self.jit_compile else self.name
+            words.append("eager")
+        elif self.jit_compile:
+            words.append("XLA")
+        if self.peak_bytes is not None:
+            peak, limit = self.peak_bytes / GIB, self.limit_bytes / GIB
+            words.append(f"{peak:.2f} of {limit:.2f} GiB")
+        return ", ".join(words)
 
 
 def choose_plan(model, operations, backend, *, jit_compile, run_eagerly):

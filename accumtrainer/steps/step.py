@@ -176,31 +176,71 @@ class Step:
             shares = share_out(window, self._backend.replicas)
             shares = self._backend.place(shares)
             return self._run_fused(self._program.run_shares, shares)
-        # Nothing loops over a single micro-batch.
-        is_fused = self._plan.name == "fused" or window.micro_batches == 1
-        if window.is_even and is_fused:
+        if window.is_even and self._is_fused(window):
             return self._run_fused(self._program.run_window, window.stacked)
         return self._run_streamed(window)
 
+    def _is_fused(self, window):
+        # Nothing loops over a single micro-batch.
+        return self._plan.name == "fused" or window.micro_batches == 1
+
     def _run_fused(self, run_whole, argument):
+        packed, rows = self._fused_function(run_whole)(argument)
+        return Report(self._layout, packed, rows)
+
+    def _fused_function(self, run_whole):
         def run(argument):
             report = run_whole(argument)
             rows = report.pop("per_micro_batch")
             return self._layout.pack(report), rows
 
         measures = self._program.measures_gradients
-        packed, rows = self._function(("window", measures), run)(argument)
-        return Report(self._layout, packed, rows)
+        return self._function(("window", measures), run)
+
+    def peak_bytes(self, window):
+        """Predict the most memory of a device that a window takes.
+
+        Args:
+            window: `Window`; it is not applied.
+
+        Returns:
+            int: model and optimizer, batch, gradients and activations.
+        """
+        backend, program = self._backend, self._program
+        if not backend.predicts_memory:
+            return backend.measure_peak(
+                lambda: self.gradients(window), program.variables
+            )
+        if backend.replicas > 1:
+            shares = backend.place(share_out(window, backend.replicas))
+            return self._fused_function(program.run_shares).peak_bytes(shares)
+        if window.is_even and self._is_fused(window):
+            fused = self._fused_function(program.run_window)
+            return fused.peak_bytes(window.stacked)
+        program.make_accumulators()
+        is_even, count = window.is_even, self._count(window)
+        batches = window.split()[:1]
+        indices = [self._constant(0, "int32")]
+        totals = self._totals(batches, indices, count, is_even)
+        (ahead,) = self._look_ahead(batches, indices, count)
+        return max(
+            self._micro_batch_function(is_even).peak_bytes(
+                batches[0], indices[0], count, totals, ahead
+            ),
+            self._apply_function(is_even).peak_bytes(count),
+        )
 
     def _run_streamed(self, window):
         is_even, count = window.is_even, self._count(window)
         rows = self._accumulate(window)
+        packed = self._apply_function(is_even)(count)
+        return Report(self._layout, packed, rows)
 
+    def _apply_function(self, is_even):
         def apply(count):
             return self._layout.pack(self._program.apply(count, is_even))
 
-        packed = self._function(("apply", is_even), apply)(count)
-        return Report(self._layout, packed, rows)
+        return self._function(("apply", is_even), apply)
 
     def gradients(self, window):
         """Compute the gradients of a window, and apply nothing.
@@ -234,20 +274,20 @@ class Step:
         totals = self._totals(batches, indices, count, is_even)
 
         ahead = self._look_ahead(batches, indices, count)
+        run_micro_batch = self._micro_batch_function(is_even)
+        return [
+            run_micro_batch(batch, index, count, totals, known)
+            for batch, index, known in zip(batches, indices, ahead, strict=True)
+        ]
 
+    def _micro_batch_function(self, is_even):
         def run(batch, index, count, totals, ahead):
             return self._program.run_micro_batch(
                 batch, index, count, totals, is_even, ahead
             )
 
         measures = self._program.measures_gradients
-        run_micro_batch = self._function(
-            ("micro_batch", is_even, measures), run
-        )
-        return [
-            run_micro_batch(batch, index, count, totals, known)
-            for batch, index, known in zip(batches, indices, ahead, strict=True)
-        ]
+        return self._function(("micro_batch", is_even, measures), run)
 
     def _totals(self, batches, indices, count, is_even):
         """Measure the window's denominators where they are needed first."""

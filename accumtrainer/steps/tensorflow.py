@@ -6,13 +6,19 @@ are written.
 
 import contextlib
 import functools
+import re
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import optree
 import tensorflow as tf
 
+from accumtrainer import errors
 from accumtrainer.keras_api import keras, tree
+from accumtrainer.memory import Backup
+
+STATUS = Path("/proc/self/status")
 
 
 class TensorFlowBackend:
@@ -388,11 +394,51 @@ class TensorFlowBackend:
         devices = tf.config.list_logical_devices()
         return any(device.device_type != "CPU" for device in devices)
 
+    predicts_memory = False
+    """Whether compiled functions know how much memory they take."""
+
+    def measure_peak(self, run, variables):
+        """Measure the most memory that a trial takes.
+
+        Args:
+            run: function without arguments; what it writes to variables is
+                put back.
+            variables: list of the Keras variables that it may read or write.
+
+        Returns:
+            int: the variables, and what was needed beside them.
+        """
+        backup = Backup(variables)
+        held = sum(
+            int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in variables
+        )
+        try:
+            run()  # compiles
+            with Peak(self._accelerators()) as peak:
+                run()
+        finally:
+            backup.put_back()
+        return held + peak.bytes
+
+    def memory_limit_bytes(self):
+        """Nine tenths of a device's memory; TensorFlow does not tell."""
+        return None
+
+    def is_out_of_memory(self, error):
+        """Whether an error says that a device ran out of memory."""
+        return isinstance(error, tf.errors.ResourceExhaustedError)
+
+    def forget(self):
+        """Forget nothing; variables outlive a call that fails."""
+
+    def _accelerators(self):
+        count = len(tf.config.list_logical_devices("GPU"))
+        return [f"GPU:{index}" for index in range(count)]
+
     def peak_memory_bytes(self):
         """Most bytes in use so far on the fullest device, `None` if unknown."""
-        count = len(tf.config.list_logical_devices("GPU"))
         read = tf.config.experimental.get_memory_info
-        peaks = [read(f"GPU:{index}")["peak"] for index in range(count)]
+        peaks = [read(device)["peak"] for device in self._accelerators()]
         return max(peaks, default=None)
 
     def start_trace(self, directory):
@@ -406,6 +452,51 @@ class TensorFlowBackend:
     def mark_step(self, name, number):
         """Make a context manager that names a step in a trace."""
         return tf.profiler.experimental.Trace(name, step_num=number, _r=1)
+
+
+class Peak:
+    """Measures by how much memory in use grows inside of it, at most.
+
+    Args:
+        devices: list of names of accelerators; none for the process's memory.
+
+    Attributes:
+        bytes: int, known at the end.
+
+    Raises:
+        RuntimeError: the system does not tell.
+    """
+
+    def __init__(self, devices):
+        self._devices = devices
+        self.bytes = 0
+
+    def __enter__(self):
+        for device in self._devices:
+            tf.config.experimental.reset_memory_stats(device)
+        if not self._devices:
+            if not STATUS.exists():
+                raise RuntimeError(errors.MEMORY_IS_SECRET)
+            # The peak begins anew.
+            STATUS.with_name("clear_refs").write_text("5")
+        self._before = self._read("current", "VmRSS")
+        return self
+
+    def __exit__(self, *_):
+        after = self._read("peak", "VmHWM")
+        self.bytes = max(
+            late - early
+            for late, early in zip(after, self._before, strict=True)
+        )
+
+    def _read(self, of_device, of_process):
+        if self._devices:
+            read = tf.config.experimental.get_memory_info
+            return [read(device)[of_device] for device in self._devices]
+        found = re.search(
+            rf"^{of_process}:\s+(\d+) kB$", STATUS.read_text(), re.M
+        )
+        return [1024 * int(found[1])] if found else [0]
 
 
 class _Compiled:

@@ -1,0 +1,132 @@
+"""Micro-batches as large as the memory of a device allows.
+
+How much an update takes is known before it runs: on JAX the compiler says so,
+on TensorFlow the gradients of a batch are tried out. A device that runs out of
+memory all the same gives the window back, and half as large micro-batches are
+tried.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from accumtrainer import errors
+from accumtrainer.keras_api import ops
+
+# Beyond a prediction from two smaller sizes, by how much memory may be less.
+SLACK = 1.1
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryRow:
+    """What updates of one size of micro-batches take.
+
+    Args:
+        micro_batch_size: int, samples on each device at a time.
+        micro_batches: int, how many make the update.
+        peak_bytes: int, most memory of a device that an update takes: model,
+            optimizer, batch, gradients and activations.
+    """
+
+    micro_batch_size: int
+    micro_batches: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """A table of what micro-batches of several sizes would take.
+
+    Args:
+        rows: tuple of `MemoryRow`s, by size.
+
+    Example:
+        >>> row = MemoryRow(
+        ...     micro_batch_size=8, micro_batches=4, peak_bytes=3 * 2**29)
+        >>> print(MemoryPlan((row,)))
+        micro-batch size  micro-batches  peak memory
+                       8              4     1.50 GiB
+    """
+
+    rows: tuple[MemoryRow, ...]
+
+    def __str__(self):
+        lines = ["micro-batch size  micro-batches  peak memory"]
+        lines += [
+            f"{row.micro_batch_size:>16}  {row.micro_batches:>13}  "
+            f"{row.peak_bytes / GIB:>7.2f} GiB"
+            for row in self.rows
+        ]
+        return "\n".join(lines)
+
+
+def sizes_of(samples):
+    """List the sizes of micro-batches that are tried, the largest first.
+
+    Example:
+        >>> sizes_of(12)
+        [12, 6, 3, 2, 1]
+    """
+    sizes = [samples]
+    while sizes[-1] > 1:
+        sizes.append(-(-sizes[-1] // 2))
+    return sizes
+
+
+def largest_that_fits(sizes, limit, predict):
+    """Find the largest micro-batches whose updates stay below a limit.
+
+    Predicting takes seconds, a line through two predictions nothing: sizes
+    that are far beyond the limit by that line are not looked at.
+
+    Args:
+        sizes: list of int, the largest first.
+        limit: bytes.
+        predict: function from a size to bytes.
+
+    Returns:
+        Pair: the size, and the bytes predicted for it.
+
+    Raises:
+        MemoryError: none stays below the limit.
+
+    Example:
+        >>> largest_that_fits([8, 4, 2, 1], 500, lambda size: 100 + 90 * size)
+        (4, 460)
+    """
+    known = {size: predict(size) for size in dict.fromkeys(sizes[-2:])}
+    (one, first), (other, second) = (*known.items(), *known.items())[:2]
+    slope = max(0.0, (first - second) / max(1, one - other))
+    for size in sizes:
+        if size not in known and first + slope * (size - one) > limit * SLACK:
+            continue
+        peak = known.get(size) or predict(size)
+        if peak <= limit:
+            return size, peak
+    smallest = sizes[-1]
+    raise MemoryError(
+        errors.NOTHING_FITS.format(
+            size=smallest, peak=known[smallest] / GIB, limit=limit / GIB
+        )
+    )
+
+
+class Backup:
+    """Copies of variables on the host, for a window that may not fit.
+
+    Args:
+        variables: list of Keras variables, current.
+    """
+
+    def __init__(self, variables):
+        self._copies = [
+            (variable, np.array(ops.convert_to_numpy(variable)))
+            for variable in variables
+        ]
+
+    def put_back(self):
+        """Assign the copies."""
+        for variable, copy in self._copies:
+            variable.assign(copy)

@@ -1,0 +1,231 @@
+"""Claims about micro-batches that fit: chosen below a limit, given way to."""
+
+import numpy as np
+import pytest
+
+from accumtrainer import Accumulation, Trainer
+from accumtrainer.batches import Batch, window_of_rows
+from accumtrainer.callbacks import RunLog
+from accumtrainer.keras_api import BACKEND, keras
+from accumtrainer.memory import largest_that_fits, sizes_of
+from accumtrainer.steps.step import Step
+
+UNLIMITED = 2**40
+
+
+def make_trainer(accumulation, **options):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input([32, 32]),
+            keras.layers.Dense(256, activation="relu"),
+            keras.layers.BatchNormalization(),
+            keras.layers.GlobalAveragePooling1D(),
+            keras.layers.Dropout(0.2, seed=1),
+            keras.layers.Dense(1),
+        ]
+    )
+    return Trainer(
+        model,
+        optimizer=keras.optimizers.Adam(0.01),
+        loss="mse",
+        metrics=["mae"],
+        accumulation=accumulation,
+        seed=0,
+        **options,
+    )
+
+
+def auto(limit):
+    return Accumulation(micro_batch_size="auto", memory_limit_bytes=limit)
+
+
+@pytest.fixture
+def data(rng):
+    return (
+        rng.normal(size=[48, 32, 32]).astype("float32"),
+        rng.normal(size=[48, 1]).astype("float32"),
+    )
+
+
+def everything(trainer):
+    return [
+        keras.ops.convert_to_numpy(variable)
+        for variable in [
+            *trainer.model.variables,
+            *trainer.optimizer.variables,
+            *trainer.model.metrics_variables,
+        ]
+    ]
+
+
+def assert_same(trainer, other):
+    for one, two in zip(everything(trainer), everything(other), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-6, atol=1e-7)
+
+
+# --- The search. ---
+
+
+@pytest.mark.parametrize("limit", range(100, 1000, 45))
+@pytest.mark.parametrize("peak", [lambda m: 90 + 7 * m, lambda m: 90 + m**1.4])
+def test_largest_size_below_the_limit_is_found(limit, peak):
+    sizes = sizes_of(96)
+    size, found = largest_that_fits(sizes, limit, peak)
+    assert size == max(s for s in sizes if peak(s) <= limit)
+    assert found == peak(size)
+
+
+def test_sizes_far_beyond_the_limit_are_not_compiled():
+    seen = []
+
+    def peak(size):
+        seen.append(size)
+        return 100 + 10 * size
+
+    assert largest_that_fits(sizes_of(256), 200, peak) == (8, 180)
+    assert max(seen) <= 16
+
+
+def test_nothing_fits():
+    with pytest.raises(MemoryError, match="micro-batches of 1, which take"):
+        largest_that_fits([4, 2, 1], 10 * 2**20, lambda size: 2**30 * size)
+
+
+def test_window_is_cut_anew():
+    rows = np.arange(7)
+    window = window_of_rows(Batch(rows), (4, 3)).recut(3)
+    assert window.sizes == (3, 3, 1)
+    assert np.concatenate([b.x for b in window.split()]).tolist() == [*range(7)]
+    assert window.recut(3) is window
+
+
+# --- In a Trainer. ---
+
+
+def test_table_grows_with_the_size_and_changes_nothing(data):
+    trainer = make_trainer(1)
+    before = [v.copy() for v in everything(trainer)[:6]]
+    plan = trainer.memory_plan((data[0][:32], data[1][:32]))
+    assert [row.micro_batch_size for row in plan.rows] == [1, 2, 4, 8, 16, 32]
+    assert [row.micro_batches for row in plan.rows] == [32, 16, 8, 4, 2, 1]
+    peaks = [row.peak_bytes for row in plan.rows]
+    if BACKEND == "jax":  # elsewhere the process's memory is too noisy
+        assert peaks == sorted(peaks)
+        activations = 32 * 32 * 256 * 4  # of one layer
+        assert peaks[-1] - peaks[-2] > 16 * activations / 32
+    assert len(str(plan).splitlines()) == 7
+    for one, other in zip(everything(trainer), before, strict=False):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_whole_batch_is_one_micro_batch_where_it_fits(data, capsys):
+    trainer = make_trainer(auto(UNLIMITED))
+    trainer.fit(*data, batch_size=24, verbose=2)
+    assert trainer.plan.micro_batch_size == 24
+    assert trainer.progress.micro_batches == 2
+    assert "24 samples per update = 1 micro-batch" in capsys.readouterr().out
+
+
+def chosen(data, size):
+    """Make a Trainer whose limit lets micro-batches of a size fit."""
+    plan = make_trainer(1).memory_plan((data[0][:24], data[1][:24]))
+    peaks = {row.micro_batch_size: row.peak_bytes for row in plan.rows}
+    return make_trainer(auto(peaks[size]))
+
+
+def test_chosen_size_makes_the_updates_of_the_same_size_given(data, tmp_path):
+    if BACKEND != "jax":
+        reason = "what the process takes differs from trial to trial"
+        print(f"Not run on {BACKEND}: {reason}.")
+        pytest.skip(reason)
+    trainer = chosen(data, 6)
+    given = make_trainer(Accumulation(micro_batch_size=6))
+    log = RunLog(tmp_path / "run.jsonl")
+    for one in (trainer, given):
+        one.fit(*data, batch_size=24, epochs=2, verbose=0, callbacks=[log])
+    assert trainer.plan.micro_batch_size == 6
+    assert trainer.plan.peak_bytes <= trainer.plan.limit_bytes
+    assert "GiB" in str(trainer.plan)
+    assert_same(trainer, given)
+    assert trainer.progress.micro_batches == given.progress.micro_batches == 16
+
+
+class Shortage:
+    """Has windows run out of memory, after they have eaten their inputs."""
+
+    def __init__(self, monkeypatch, most):
+        self.failures = 0
+        run = Step.run
+
+        def run_short_of_memory(step, window):
+            report = run(step, window)
+            if max(window.sizes) > most:
+                report.section("counters")
+                self.failures += 1
+                raise self.error()
+            return report
+
+        monkeypatch.setattr(Step, "run", run_short_of_memory)
+
+    @staticmethod
+    def error():
+        if BACKEND == "jax":
+            import jax
+
+            return jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
+        import tensorflow as tf
+
+        return tf.errors.ResourceExhaustedError(None, None, "injected")
+
+
+def test_window_that_does_not_fit_runs_again_in_halves(data, monkeypatch):
+    given = make_trainer(Accumulation(micro_batch_size=6))
+    given.fit(*data, batch_size=24, epochs=2, verbose=0)
+    trainer = make_trainer(auto(UNLIMITED))
+    shortage = Shortage(monkeypatch, most=6)
+    with pytest.warns(UserWarning, match="from here on they are of"):
+        trainer.fit(*data, batch_size=24, epochs=2, verbose=0)
+    assert shortage.failures == 2
+    assert trainer.plan.micro_batch_size == 6
+    assert trainer.progress.updates == given.progress.updates == 4
+    assert trainer.progress.micro_batches == given.progress.micro_batches
+    # The first window drew its dropout again from where it had begun.
+    assert_same(trainer, given)
+
+
+def test_other_errors_are_not_taken_for_a_shortage(data, monkeypatch):
+    trainer = make_trainer(auto(UNLIMITED))
+    shortage = Shortage(monkeypatch, most=0)
+    shortage.error = lambda: OSError("other")
+    with pytest.raises(OSError, match="other"):
+        trainer.fit(*data, batch_size=24, verbose=0)
+    assert shortage.failures == 1
+
+
+def test_shortage_of_single_samples_is_an_error(data, monkeypatch):
+    trainer = make_trainer(auto(UNLIMITED))
+    shortage = Shortage(monkeypatch, most=0)
+    with (
+        pytest.warns(UserWarning, match="from here on"),
+        pytest.raises(Exception, match="injected"),
+    ):
+        trainer.fit(*data, batch_size=4, verbose=0)
+    assert shortage.failures == 3
+
+
+def test_processor_without_a_limit_is_refused():
+    with pytest.raises(ValueError, match="memory_limit_bytes must be given"):
+        make_trainer(Accumulation(micro_batch_size="auto"))
+    with pytest.raises(ValueError, match="Leave run_eagerly out"):
+        make_trainer(auto(UNLIMITED), run_eagerly=True)
+
+
+def test_limit_below_the_model_is_an_error_before_training(data):
+    trainer = make_trainer(auto(1000))
+    before = everything(trainer)
+    with pytest.raises(MemoryError, match="Raise memory_limit_bytes"):
+        trainer.fit(*data, batch_size=24, verbose=0)
+    for one, other in zip(everything(trainer), before, strict=False):
+        np.testing.assert_array_equal(one, other)
+    assert trainer.progress.updates == 0
