@@ -157,13 +157,21 @@ def draw():
     from matplotlib.figure import Figure
 
     recorded = read_recorded()[BACKEND]
-    others = ("Keras", "Lightning", "by hand")
+    others = [
+        name
+        for name in ("Keras", "Lightning", "by hand")
+        if any(name in ratios for ratios in recorded.values())
+    ]
     figure = Figure(figsize=(8, 1.2 + 0.5 * len(recorded)), layout="tight")
     axes = figure.subplots()
     places = np.arange(len(recorded))
     for index, name in enumerate(others):
-        values = [ratios.get(name, np.nan) for ratios in recorded.values()]
-        bars = axes.barh(places + 0.27 * (index - 1), values, 0.25, label=name)
+        found = [ratios.get(name, np.nan) for ratios in recorded.values()]
+        values = np.array(found)
+        # From one to the ratio, left or right.
+        bars = axes.barh(
+            *(places + 0.27 * (index - 1), values - 1, 0.25, 1), label=name
+        )
         labels = ["" if np.isnan(v) else f"{v:.2f}" for v in values]
         axes.bar_label(bars, labels, padding=2, fontsize=7)
     axes.axvline(1, color="black", linewidth=0.8)
