@@ -10,6 +10,7 @@ import numpy as np
 from accumtrainer import errors
 from accumtrainer.batches import Batch, map_leaves
 from accumtrainer.callback import Logs
+from accumtrainer.config import require_count
 from accumtrainer.equivalence import EquivalenceCheck
 from accumtrainer.evaluation import EvaluationProgram
 from accumtrainer.inspection import Replay
@@ -232,17 +233,20 @@ class Engine:
             self.prepare(window)
         return window.recut(self.rows_per_pass)
 
-    def memory_plan(self, window):
+    def memory_plan(self, window, sizes=None):
         """Predict what micro-batches of several sizes take.
 
         Args:
             window: `Window`.
+            sizes: list of int, `None` for halves of the whole.
 
         Returns:
             `MemoryPlan`.
         """
         rows = []
-        for size in sizes_of(-(-window.samples // self.replicas)):
+        whole = -(-window.samples // self.replicas)
+        for size in sorted(sizes or sizes_of(whole)):
+            require_count("sizes", size, "Leave it out to see halves.")
             cut = window.recut(size * self.replicas)
             rows.append(
                 MemoryRow(
@@ -251,7 +255,7 @@ class Engine:
                     peak_bytes=self._step.peak_bytes(cut),
                 )
             )
-        return MemoryPlan(tuple(reversed(rows)))
+        return MemoryPlan(tuple(rows))
 
     def _choose_size(self, window):
         """Choose the largest micro-batches that fit into memory."""

@@ -15,7 +15,7 @@ replicas are run by every one of them and counted by the first alone.
 """
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -101,10 +101,10 @@ class Share(NamedTuple):
         split: scalar tensor, int32, how many it runs that are not copies.
     """
 
-    micro_batches: object
-    total: object
-    replica: object = 0
-    split: object = None
+    micro_batches: Any
+    total: Any
+    replica: Any = 0
+    split: Any = None
 
     @classmethod
     def whole(cls, micro_batches):

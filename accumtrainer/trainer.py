@@ -619,7 +619,7 @@ class Trainer(Hooks):
         engine.publish()
         return _as_keras_returns(report.running_logs(), return_dict)
 
-    def memory_plan(self, batch):
+    def memory_plan(self, batch, sizes=None):
         """Predict how much memory micro-batches of several sizes take.
 
         On JAX the compiler is asked, for every size; on TensorFlow the
@@ -630,6 +630,8 @@ class Trainer(Hooks):
         Args:
             batch: `(x, y)`, `(x, y, sample_weight)` or `x`, arrays or nests
                 of them, the batch of an update.
+            sizes: list of int, samples per micro-batch on each device;
+                default the whole batch, its half, and so on down to 1.
 
         Returns:
             `MemoryPlan`, whose `rows` have `micro_batch_size`,
@@ -648,7 +650,7 @@ class Trainer(Hooks):
         source = _make_source_of_one(x, y, sample_weight)
         window = source.window(list(source.iterate(0)), None)
         self._engine.prepare(window)
-        return self._engine.memory_plan(window)
+        return self._engine.memory_plan(window, sizes)
 
     def check_equivalence(self, batch, tolerance=1e-5):
         """Compare the accumulated update of a batch with that of the whole.

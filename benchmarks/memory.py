@@ -19,7 +19,6 @@ import keras
 from cells import CELLS
 from contenders import make_loss
 from measuring import peak_of_one
-from telling import format_table
 
 from accumtrainer import Trainer
 
@@ -46,8 +45,7 @@ def measure(name, size):
         cell.make_model(), optimizer="adam", loss=make_loss(), seed=0
     )
     x, y = cell.head(1)
-    rows = trainer.memory_plan((x, y)).rows
-    (row,) = (row for row in rows if row.micro_batch_size == size)
+    (row,) = trainer.memory_plan((x, y), [size]).rows
     model = sum(
         keras.ops.size(variable) * 4 for variable in trainer.model.variables
     )
@@ -61,7 +59,8 @@ def main():
         (name,), (size,) = arguments.cells, arguments.sizes
         print(json.dumps(measure(name, size)))
         return
-    rows = [("cell", "predicted", "measured", "predicted / measured")]
+    print("| cell | predicted | measured | predicted / measured |")
+    print("| --- | ---: | ---: | ---: |")
     for name in arguments.cells:
         for size in arguments.sizes:
             command = [sys.executable, __file__, "--one", "--cells", name]
@@ -72,15 +71,11 @@ def main():
                 text=True,
             )
             predicted, peak = json.loads(finished.stdout.splitlines()[-1])
-            rows.append(
-                (
-                    f"{name} {size}x2",
-                    f"{predicted / 2**20:,.0f} MiB",
-                    f"{peak / 2**20:,.0f} MiB",
-                    f"{predicted / peak:.2f}",
-                )
+            print(
+                f"| {name} {size}x2 | {predicted / 2**20:,.0f} MiB | "
+                f"{peak / 2**20:,.0f} MiB | {predicted / peak:.2f} |",
+                flush=True,
             )
-    print(*format_table(rows), sep="\n")
 
 
 if __name__ == "__main__":

@@ -115,6 +115,8 @@ def test_table_grows_with_the_size_and_changes_nothing(data):
         activations = 32 * 32 * 256 * 4  # of one layer
         assert peaks[-1] - peaks[-2] > 16 * activations / 32
     assert len(str(plan).splitlines()) == 7
+    (row,) = trainer.memory_plan((data[0][:32], data[1][:32]), [8]).rows
+    assert (row.micro_batch_size, row.micro_batches) == (8, 4)
     for one, other in zip(everything(trainer), before, strict=False):
         np.testing.assert_array_equal(one, other)
 

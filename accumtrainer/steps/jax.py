@@ -540,6 +540,10 @@ class _Eager:
         self._function = function
         self._holder = holder
 
+    def peak_bytes(self, leaves, treedef):
+        """Refuse to answer: no compiler has planned anything."""
+        raise ValueError(errors.EAGER_MEMORY)
+
     def __call__(self, leaves, treedef):
         arguments = jax.tree.unflatten(treedef, _to_device(leaves))
         with jax.disable_jit():

@@ -45,7 +45,7 @@ class Plan:
     limit_bytes: int | None = None
 
     def __str__(self):
-        words = [self.name]
+        words: list[str] = [self.name]
         if self.run_eagerly:
             words.append("eager")
         elif self.jit_compile:
