@@ -12,8 +12,8 @@ from accumtrainer.callback import HOOKS as CALLBACK_HOOKS
 from accumtrainer.config import LossScale
 from accumtrainer.hooks import HOOK_NAMES, overrides_compute_loss
 from accumtrainer.keras_api import (
-    KERAS_NAME,
     check_loss_support,
+    check_replica_support,
     check_support,
     compiled_arguments,
     flatten_layers,
@@ -307,13 +307,13 @@ def check_replicas(hooks, model, replicas, run_eagerly):
     """
     if replicas == 1:
         return
+    check_replica_support(replicas)
     synchronized = [
         layer.name
         for layer in flatten_layers(model)
         if getattr(layer, "synchronized", False)
     ]
     for is_refused, received in (
-        (KERAS_NAME == "keras_core", "a model of Keras Core"),
         (run_eagerly, "run_eagerly=True"),
         (hooks.has_window_loss, "a loss over the whole window"),
         (synchronized, f"synchronized=True in {', '.join(synchronized)}"),

@@ -15,6 +15,7 @@ __all__ = [
     "ACTIVITY_LOSSES_ARE_MEANS",
     "check_fit_support",
     "check_loss_support",
+    "check_replica_support",
     "check_statistics_support",
     "check_support",
     "compute_compiled_losses",
@@ -120,6 +121,11 @@ def check_fit_support():
 
 def check_loss_support(loss):
     """Refuse a loss that this Keras computes wrongly: none, in Keras 3."""
+
+
+def check_replica_support(replicas):
+    """Refuse models of several replicas: not in Keras 3."""
+    del replicas
 
 
 def check_statistics_support():

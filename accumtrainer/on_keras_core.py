@@ -19,6 +19,7 @@ __all__ = [
     "ACTIVITY_LOSSES_ARE_MEANS",
     "check_fit_support",
     "check_loss_support",
+    "check_replica_support",
     "check_statistics_support",
     "check_support",
     "compute_compiled_losses",
@@ -241,6 +242,15 @@ def check_fit_support():
         ValueError: always.
     """
     raise ValueError(errors.KERAS_CORE_FIT)
+
+
+def check_replica_support(replicas):
+    """Refuse models of several replicas, which nobody has tried."""
+    raise ValueError(
+        errors.NOT_WITH_REPLICAS.format(
+            replicas=replicas, received="a model of Keras Core"
+        )
+    )
 
 
 def check_statistics_support():

@@ -46,6 +46,8 @@ MODULE_ORDER = (
     "progress_bar",
     "objective",
     "state",
+    "replicas",
+    "memory",
     "construction",
     "gradient_cache",
     "window",
