@@ -1,5 +1,6 @@
 """Claims about several processes: they train as one, and stop together."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -21,10 +22,14 @@ BOUND_SECS = 200
 
 
 def free_port():
-    """Find a port that is free, as is the next one, it is to be hoped."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
+    """Find a port that is free, as is the next one."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("localhost", 0))
+            port = first.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                second.bind(("localhost", port + 1))
+                return port
 
 
 def start(count, *arguments):
