@@ -40,6 +40,7 @@ from accumtrainer.steps import (
 )
 from accumtrainer.window import WindowProgram
 
+# Leaves a loader batch whole until it is known what fits.
 ANY_SIZE = 2**62
 
 PARTS_OF_EPOCH = ("metrics", "means")
@@ -620,7 +621,8 @@ class Engine:
     def _accumulates(self, window):
         """Whether windows of more than one micro-batch are to be expected."""
         steps = self._hooks.accumulation.steps
-        if self.replicas > 1:
+        # Whatever fits now may have to be cut later.
+        if self.replicas > 1 or self._is_auto:
             return True
         return window.micro_batches > 1 if steps is None else steps != 1
 

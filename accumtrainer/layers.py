@@ -46,6 +46,7 @@ class WindowLayer(abc.ABC):
         Args:
             rows: list of tensors `[replicas, ...]`, one per weight.
         """
+        # Not abstract: never called for a layer that lists no weights.
         raise NotImplementedError(
             f"{type(self).__name__} must define merge, as it has window_weights"
         )

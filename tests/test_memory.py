@@ -231,3 +231,17 @@ def test_limit_below_the_model_is_an_error_before_training(data):
     for one, other in zip(everything(trainer), before, strict=False):
         np.testing.assert_array_equal(one, other)
     assert trainer.progress.updates == 0
+
+
+class Bare(Trainer):
+    """Has a loss that nobody can weigh."""
+
+    def compute_loss(self, batch, info):
+        return keras.ops.mean(keras.ops.square(self.model(batch.x) - batch.y))
+
+
+def test_loss_that_cannot_be_weighed_is_refused_before_anything_is_cut(data):
+    model = make_trainer(1).model
+    trainer = Bare(model, optimizer="sgd", accumulation=auto(UNLIMITED))
+    with pytest.raises((TypeError, ValueError), match="denominator"):
+        trainer.fit(*data, batch_size=24, verbose=0)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import DEVICES
 
 from accumtrainer import (
     Accumulation,
@@ -537,7 +536,3 @@ def test_rows_are_split_evenly_or_copied(sizes, replicas, split, copied):
     assert [batch.x.shape for batch in shares.copied] == copied
     found = [b.x.ravel() for b in (*shares.split, *shares.copied)]
     assert sorted(np.concatenate(found).tolist()) == rows.tolist()
-
-
-def test_there_are_devices_to_share_out():
-    assert DEVICES >= 4
