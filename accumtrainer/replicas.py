@@ -99,17 +99,24 @@ class Share(NamedTuple):
             counted once.
         replica: scalar tensor, int32, its index.
         split: scalar tensor, int32, how many it runs that are not copies.
+        weighing: `Weighing` of the window.
+        totals: tensor `(losses,)`, float32, the denominators of the window,
+            where the weighing needs them.
     """
 
     micro_batches: Any
     total: Any
     replica: Any = 0
     split: Any = None
+    weighing: Any = None
+    totals: Any = None
 
     @classmethod
-    def whole(cls, micro_batches):
+    def whole(cls, micro_batches, weighing=None, totals=None):
         """Make the share of one who runs all micro-batches."""
-        return cls(micro_batches, micro_batches)
+        return cls(
+            micro_batches, micro_batches, weighing=weighing, totals=totals
+        )
 
     def seat(self, index):
         """Give a micro-batch its number among those of all replicas.

@@ -554,13 +554,8 @@ def test_a_snapshot_holds_all_that_lasts():
     program = trainer._engine._program
     assert set(program.parts) == set(PARTS)
     lasting = {id(v) for part in program.parts.values() for v in part}
-    # Empty between two windows, or written at the beginning of each.
-    passing = [
-        *program._accumulators,
-        *program._window.variables,
-        *program._start,
-    ]
-    assert {id(v) for v in program.variables} == lasting | set(map(id, passing))
+    passing = {id(v) for v in program.passing}
+    assert {id(v) for v in program.variables} == lasting | passing
     held = everything(trainer)[0]
     assert {k: len(v) for k, v in held.items()} == {
         k: len(v) for k, v in program.parts.items()

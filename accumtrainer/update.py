@@ -1,0 +1,250 @@
+"""The end of a window: one update of the weights, or none, and its report."""
+
+from dataclasses import replace
+
+from accumtrainer.accumulation import gradient_divisor, window_means
+from accumtrainer.clipping import clipped_norm, clips, global_norm
+from accumtrainer.hooks import Info
+from accumtrainer.keras_api import ops
+from accumtrainer.loss_scale import next_scale
+from accumtrainer.objective import (
+    metric_results,
+    metric_variables,
+    named_losses,
+    total_loss,
+)
+from accumtrainer.state import Scratch
+
+
+class Update:
+    """Applies the sums of a window's gradients.
+
+    Args:
+        hooks: `Hooks`, usually the Trainer.
+        state: `TrainingState`.
+        backend: the functions a backend must provide.
+        survey: `Survey`.
+        passes: `Passes` that have made the sums.
+        variables: `WindowVariables`.
+        loss_scale: `LossScale`, or `None` to leave it as it is.
+    """
+
+    def __init__(
+        self, hooks, state, backend, survey, passes, variables, *, loss_scale
+    ):
+        self._hooks = hooks
+        self._model = hooks.model
+        self._optimizer = hooks.optimizer
+        self._state = state
+        self._backend = backend
+        self._losses = survey.losses
+        self._loss_names = survey.loss_names
+        self._is_sum = survey.is_sum
+        self._passes = passes
+        self._variables = variables
+        self._window = variables.window
+        self._epoch = variables.epoch
+        self._loss_scale = loss_scale
+        self._clips = hooks.overrides("on_apply") or clips(self._optimizer)
+
+    def apply(self, micro_batches, weighing, sums):
+        """Make the update, or put back what the window has changed.
+
+        Args:
+            micro_batches: scalar tensor, int32, k.
+            weighing: `Weighing` of the window.
+            sums: list of tensors, float32, its weighted gradients.
+
+        Returns:
+            Dict of scalar tensors under `"window"` (this window alone),
+            `"running"` (the epoch so far) and `"counters"`.
+        """
+        state, hooks = self._state, self._hooks
+        count = ops.cast(micro_batches, "float32")
+        means, denominators, regularization, weight = self._window_means(count)
+        loss = total_loss(means, self._losses, regularization)
+        info = Info(
+            update=ops.copy(state.updates.value),
+            epoch=state.epoch.value,
+            micro_batches=micro_batches,
+            loss=loss,
+            total_weight=weight,
+            loss_scale=state.loss_scale.value,
+        )
+        divisor = gradient_divisor(
+            weighing, total_weight=weight, micro_batches=count
+        )
+        # The norm of what is yet to be divided, since dividing where the
+        # optimizer reads it spares memory a pass.
+        norm = ops.divide_no_nan(global_norm(sums), divisor)
+        is_finite = ops.isfinite(norm)
+        hooks._log_book.open()
+        gradients = None
+        if self._clips:
+            gradients = _divide(sums, divisor)
+        if hooks.overrides("on_apply"):
+            gradients = hooks.on_apply(gradients, info)
+            is_finite = ops.logical_and(
+                is_finite, ops.isfinite(global_norm(gradients))
+            )
+        self._window.add_logs(hooks._log_book.take())
+        # Copies, because both may be variables that are about to move.
+        lr = ops.copy(ops.cast(self._optimizer.learning_rate, "float32"))
+        scale = ops.copy(state.loss_scale.value)
+        self._backend.cond(
+            is_finite,
+            lambda: self._commit(
+                _divide(sums, divisor) if gradients is None else gradients,
+                info,
+                means,
+                denominators,
+            ),
+            self._forget,
+        )
+        if self._loss_scale is not None:
+            new_scale, good = next_scale(
+                scale, state.good_windows.value, is_finite, self._loss_scale
+            )
+            state.loss_scale.assign(new_scale)
+            state.good_windows.assign(good)
+        state.micro_batches.assign(state.micro_batches.value + micro_batches)
+        window = self._window_logs(loss, means) | {
+            "learning_rate": lr,
+            "gradient_norm": norm,
+            "loss_scale": scale,
+            "weight": weight,
+        }
+        if self._clips:
+            window["clipped_gradient_norm"] = clipped_norm(
+                gradients, self._optimizer
+            )
+        self._window.clear()
+        return {
+            "window": window,
+            "running": self.running_logs(),
+            "counters": {
+                "applied": ops.cast(is_finite, "int32"),
+                "updates": state.updates.value,
+                "skipped_updates": state.skipped_updates.value,
+                "consecutive_skips": state.consecutive_skips.value,
+            },
+        }
+
+    def take_gradients(self, micro_batches, weighing, sums):
+        """Average the gradients of a window, and apply nothing.
+
+        Args:
+            micro_batches: scalar tensor, int32, k.
+            weighing: `Weighing` of the window.
+            sums: list of tensors, float32, its weighted gradients.
+
+        Returns:
+            Pair: the window's loss without regularization, a scalar tensor,
+            float32; and its gradients, list of tensors, float32.
+        """
+        count = ops.cast(micro_batches, "float32")
+        means, _, _, weight = self._window_means(count)
+        divisor = gradient_divisor(
+            weighing, total_weight=weight, micro_batches=count
+        )
+        gradients = _divide(sums, divisor)
+        self._window.clear()
+        return total_loss(means, self._losses, 0.0), gradients
+
+    def _window_means(self, count):
+        numerators, denominators = self._window.losses()
+        regularization, weight, _ = self._window.extras()
+        means = ops.where(
+            self._is_sum, numerators, window_means(numerators, denominators)
+        )
+        return means, denominators, regularization / count, weight
+
+    def _commit(self, gradients, info, means, denominators):
+        """Make the update; every clock that counts updates moves."""
+        state = self._state
+        self._optimizer.apply(
+            self._for_optimizer(gradients), self._model.trainable_variables
+        )
+        state.updates.assign(state.updates.value + 1)
+        state.consecutive_skips.assign(
+            ops.zeros_like(state.consecutive_skips.value)
+        )
+        for layer in self._passes.window_layers:
+            layer.after_apply()
+        self._hooks._log_book.open()
+        self._hooks.after_apply(replace(info, update=state.updates.value))
+        self._window.add_logs(self._hooks._log_book.take())
+        count = ops.cast(info.micro_batches, "float32")
+        self._add_to_epoch(means, denominators, count)
+
+    def _for_optimizer(self, gradients):
+        """Leave unused variables out, as Keras does, unless a hook looked."""
+        if any(map(self._hooks.overrides, ("on_accumulate", "on_apply"))):
+            return gradients
+        return [
+            gradient if position in self._passes.used else None
+            for position, gradient in enumerate(gradients)
+        ]
+
+    def _forget(self):
+        """Put back what the window changed; random streams stay advanced."""
+        state = self._state
+        self._variables.undo()
+        state.skipped_updates.assign(state.skipped_updates.value + 1)
+        state.consecutive_skips.assign(state.consecutive_skips.value + 1)
+
+    def _add_to_epoch(self, means, denominators, count):
+        """Add the window to the epoch's running means."""
+        regularization, _, samples = self._window.extras()
+        weights = ops.where(self._is_sum, samples, denominators)
+        self._epoch.add(
+            means * weights,
+            weights,
+            [samples * regularization / count, samples, samples],
+        )
+        self._epoch.add_logs(self._window.logs())
+
+    def _window_logs(self, loss, means):
+        losses = {"loss": loss} | named_losses(self._loss_names, means)
+        return losses | self._window.values()
+
+    def running_logs(self):
+        """Read the epoch so far: losses, metrics, logged values."""
+        means = window_means(*self._epoch.losses())
+        regularization, weight, _ = self._epoch.extras()
+        regularization = ops.divide_no_nan(regularization, weight)
+        named = named_losses(self._loss_names, means)
+        logs = {
+            "loss": total_loss(means, self._losses, regularization),
+            **named,
+            **metric_results(self._model),
+            **self._epoch.values(),
+        }
+        # A model that Keras has trained has metrics for the named losses too,
+        # which a window leaves alone.
+        return logs | named
+
+    def running_logs_with(self, micro_batches):
+        """Read the epoch so far, as if the open window had been applied.
+
+        Args:
+            micro_batches: scalar tensor, int32, those of the open window.
+
+        Returns:
+            Dict of tensors.
+        """
+        count = ops.cast(micro_batches, "float32")
+        means, denominators, *_ = self._window_means(count)
+        read = [
+            *self._window.variables,
+            *self._epoch.variables,
+            *metric_variables(self._model),
+        ]
+        with Scratch(read):
+            self._add_to_epoch(means, denominators, count)
+            return self.running_logs()
+
+
+def _divide(sums, divisor):
+    """Divide the sums of gradients by what their weights add up to."""
+    return [ops.divide_no_nan(total, divisor) for total in sums]
