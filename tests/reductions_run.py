@@ -19,13 +19,13 @@ REDUCED = []
 if BACKEND == "jax":
     import jax
 
-    from accumtrainer.steps import jax as backend
+    from accumtrainer.steps.jax_programs import Compiled
 
     jax.config.update("jax_num_cpu_devices", 2)
 else:
     import tensorflow as tf
 
-    from accumtrainer.steps import tensorflow as backend
+    from accumtrainer.steps.tensorflow import Compiled
 
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0],
@@ -44,14 +44,14 @@ def two_replicas():
 
 def watch_programs():
     """Note in `REDUCED` what every program reduces that is compiled."""
-    trace = backend._Compiled._trace
+    trace = Compiled._trace
 
     def watch(self, leaves, treedef):
         program = trace(self, leaves, treedef)
         REDUCED.extend(reductions(self, program, leaves))
         return program
 
-    backend._Compiled._trace = watch
+    Compiled._trace = watch
 
 
 def reductions(compiled, program, leaves):

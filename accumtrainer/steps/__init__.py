@@ -1,6 +1,7 @@
 """The compiled step: how a window is run on a backend.
 
-Only the files named after a backend import one.
+Only the files named after a backend import one: `tensorflow.py` and `jax.py`
+say what a backend must do itself, those beside them how.
 """
 
 from accumtrainer import errors

@@ -4,21 +4,18 @@ Variables are updated in place; `tf.function` orders reads and writes as they
 are written.
 """
 
-import contextlib
 import functools
-import re
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import optree
 import tensorflow as tf
 
-from accumtrainer import errors
-from accumtrainer.keras_api import keras, tree
+from accumtrainer.keras_api import tree
 from accumtrainer.memory import Backup
-
-STATUS = Path("/proc/self/status")
+from accumtrainer.steps.tensorflow_fit import next_batch, next_batches
+from accumtrainer.steps.tensorflow_memory import Peak
+from accumtrainer.steps.tensorflow_replicas import TensorFlowReplicas
 
 
 class TensorFlowBackend:
@@ -28,15 +25,21 @@ class TensorFlowBackend:
         run_eagerly: bool, whether to run everything as plain Python.
         strategy: `tf.distribute.Strategy` whose replicas share windows out,
             or `None` to use one device.
+
+    Attributes:
+        replicas: int, how many replicas share a window out.
+        processes: int, how many processes they are in.
+        is_chief: bool, whether this is the process that writes.
     """
 
     name = "tensorflow"
 
     def __init__(self, *, run_eagerly=False, strategy=None):
         self._run_eagerly = run_eagerly
-        self._strategy = strategy
-        # What loops have to carry, since it is no variable meanwhile.
-        self._reading, self._moving = [], []
+        self._devices = TensorFlowReplicas(strategy)
+        self.replicas = self._devices.count
+        self.processes = self._devices.processes
+        self.is_chief = self._devices.is_chief
         self._jit_compile = False
 
     def trace(self, function, batch):
@@ -74,72 +77,17 @@ class TensorFlowBackend:
                 *(tree.map_structure(_to_tensor, arg) for arg in args)
             )
         if self.replicas > 1:
-            # XLA compiles what a replica runs, see `sum_over_replicas`.
+            # XLA compiles what a replica runs, see `TensorFlowReplicas.sum`.
             self._jit_compile, jit_compile = jit_compile, False
-        return _Compiled(function, jit_compile)
-
-    @property
-    def replicas(self):
-        """How many replicas share a window out."""
-        if self._strategy is None:
-            return 1
-        return self._strategy.num_replicas_in_sync
-
-    @property
-    def _members(self):
-        """List the processes of the strategy, pairs of their job and index."""
-        resolver = self._strategy and self._strategy.cluster_resolver
-        cluster = resolver and resolver.cluster_spec()
-        return [
-            (job, index)
-            for job in ("chief", "worker")
-            if cluster and job in cluster.jobs
-            for index in cluster.task_indices(job)
-        ]
-
-    @property
-    def processes(self):
-        """How many processes the replicas are in."""
-        return max(1, len(self._members))
-
-    @property
-    def is_chief(self):
-        """Whether this is the process that writes."""
-        return self.processes == 1 or self._index == 0
-
-    @property
-    def _index(self):
-        resolver = self._strategy.cluster_resolver
-        return self._members.index((resolver.task_type, resolver.task_id))
+        return Compiled(function, jit_compile)
 
     def gather(self, numbers):
-        """Let every process know some numbers of all.
-
-        Args:
-            numbers: list of n numbers.
-
-        Returns:
-            Array `[processes, n]`, float32, the chief's first.
-        """
-        rows = np.zeros([self.processes, len(numbers)], "float32")
-        rows[self._index] = numbers
-        # Each of the process's own replicas adds the same.
-        rows /= self.replicas // self.processes
-        return self._add_up(tf.constant(rows)).numpy()
-
-    @functools.cached_property
-    def _add_up(self):
-        def add_up(rows):
-            every = self._strategy.run(tf.identity, (rows,))
-            return self._strategy.reduce("SUM", every, axis=None)
-
-        return tf.function(add_up, autograph=False)
+        """Let every process know the n numbers of all, `[processes, n]`."""
+        return self._devices.gather(numbers)
 
     def scope(self):
         """Make a scope in which variables have a copy on every replica."""
-        if self._strategy is None:
-            return contextlib.nullcontext()
-        return self._strategy.scope()
+        return self._devices.scope()
 
     def place(self, shares):
         """Leave a window where it is; every replica takes its share."""
@@ -165,51 +113,12 @@ class TensorFlowBackend:
         Returns:
             The nest of sums.
         """
-        size = self.replicas
-
-        # Traced outside of the strategy, where Keras leaves losses alone; a
-        # replica would have it divide them by the number of replicas.
-        @functools.partial(
-            tf.function, jit_compile=self._jit_compile, autograph=False
-        )
-        def run(replica, shares, read, moved):
-            self._reading = list(zip(reading, read, strict=True))
-            self._moving = list(moving)
-            try:
-                with self._scope_of(moved):
-                    return function(replica, shares)
-            finally:
-                self._reading, self._moving = [], []
-
-        def run_on_replica(shares, moved):
-            replica = _replica_index()
-            split = tree.map_structure(
-                lambda leaf: _share_of(leaf, replica, size), shares.split
-            )
-            read = [tf.convert_to_tensor(v.value) for v in reading]
-            return program(replica, shares._replace(split=split), read, moved)
-
-        moved = [tf.convert_to_tensor(v.value) for v in moving]
-        split = tree.map_structure(
-            lambda leaf: _share_of(leaf, 0, size), shares.split
-        )
-        program = run.get_concrete_function(
-            tf.constant(0),
-            shares._replace(split=split),
-            [tf.convert_to_tensor(v.value) for v in reading],
-            moved,
-        )
-        return _sum(
-            self._strategy.run(run_on_replica, (shares, moved)), self._strategy
-        )
-
-    def _scope_of(self, values):
-        """Make a scope in which what moves on a replica has other values."""
-        if not self._moving:
-            return contextlib.nullcontext()
-        moved = zip(self._moving, values, strict=True)
-        return keras.StatelessScope(
-            [*self._reading, *moved], collect_losses=True
+        return self._devices.sum(
+            function,
+            shares,
+            reading=reading,
+            moving=moving,
+            jit_compile=self._jit_compile,
         )
 
     def constant(self, value):
@@ -222,47 +131,21 @@ class TensorFlowBackend:
     def next_batch(self, iterator):
         """Return the next batch that `Model.fit` would train on.
 
-        A part that a generator leaves out arrives as an empty optional.
+        A part that a generator leaves out is `None`.
         """
-        return tree.map_structure(
-            lambda leaf: (
-                None if isinstance(leaf, tf.experimental.Optional) else leaf
-            ),
-            next(iterator),
-        )
+        return next_batch(iterator)
 
     def next_batches(self, iterator, count):
         """Take the next batches that `Model.fit` would train on.
 
-        Where only their sizes can differ, one compiled call takes them all.
-
-        Args:
-            iterator: what `fit` hands over.
-            count: int, how many to take if there are as many.
-
         Returns:
-            Pair: list of at least one batch, and `None`; or `None`, and a
-            nest of tensors `[count, m, ...]` where all have the same size.
+            Pair: list of up to `count` batches, at least one, and `None`; or
+            `None`, and a nest of tensors `[count, m, ...]`.
 
         Raises:
             StopIteration: there is none.
         """
-        if not _can_join(iterator.element_spec):
-            return _take_one_by_one(self.next_batch, iterator, count), None
-        joined, sizes = _take_joined(iterator, tf.constant(count))
-        sizes = sizes.numpy().tolist()
-        if not sizes:
-            raise StopIteration
-        if len(sizes) == count and len(set(sizes)) == 1:
-            shape = [count, sizes[0]]
-            return None, tree.map_structure(
-                lambda leaf: tf.reshape(leaf, shape + leaf.shape[1:]), joined
-            )
-        parts = tree.map_structure(lambda leaf: tf.split(leaf, sizes), joined)
-        return [
-            tree.map_structure_up_to(joined, lambda p, i=i: p[i], parts)
-            for i in range(len(sizes))
-        ], None
+        return next_batches(iterator, count)
 
     def is_distributed(self, model):
         """Whether `Model.fit` runs the model by a `tf.distribute` strategy."""
@@ -359,10 +242,10 @@ class TensorFlowBackend:
                 results.append(result)
             return tree.map_structure(_stack, *results), carry
 
-        moving = self._moving
+        moving = self._devices.moving
 
         def step(index, arrays, values, carry):
-            with self._scope_of(values):
+            with self._devices.scope_of(values):
                 result, carry = body(index, take(index), carry)
                 values = [variable.value for variable in moving]
             arrays = [
@@ -454,52 +337,7 @@ class TensorFlowBackend:
         return tf.profiler.experimental.Trace(name, step_num=number, _r=1)
 
 
-class Peak:
-    """Measures by how much memory in use grows inside of it, at most.
-
-    Args:
-        devices: list of names of accelerators; none for the process's memory.
-
-    Attributes:
-        bytes: int, known at the end.
-
-    Raises:
-        RuntimeError: the system does not tell.
-    """
-
-    def __init__(self, devices):
-        self._devices = devices
-        self.bytes = 0
-
-    def __enter__(self):
-        for device in self._devices:
-            tf.config.experimental.reset_memory_stats(device)
-        if not self._devices:
-            if not STATUS.exists():
-                raise RuntimeError(errors.MEMORY_IS_SECRET)
-            # The peak begins anew.
-            STATUS.with_name("clear_refs").write_text("5")
-        self._before = self._read("current", "VmRSS")
-        return self
-
-    def __exit__(self, *_):
-        after = self._read("peak", "VmHWM")
-        self.bytes = max(
-            late - early
-            for late, early in zip(after, self._before, strict=True)
-        )
-
-    def _read(self, of_device, of_process):
-        if self._devices:
-            read = tf.config.experimental.get_memory_info
-            return [read(device)[of_device] for device in self._devices]
-        found = re.search(
-            rf"^{of_process}:\s+(\d+) kB$", STATUS.read_text(), re.M
-        )
-        return [1024 * int(found[1])] if found else [0]
-
-
-class _Compiled:
+class Compiled:
     """A `tf.function` that looks its programs up by shape and type alone.
 
     `tf.function` itself takes longer to find the program for some nested
@@ -536,106 +374,6 @@ class _Compiled:
 
     def _run(self, treedef, *leaves):
         return self._function(*optree.tree_unflatten(treedef, leaves))
-
-
-def _can_join(spec):
-    """Whether the batches of an iterator differ in nothing but their sizes."""
-    return all(
-        isinstance(leaf, tf.TensorSpec)
-        and leaf.shape.rank
-        and leaf.shape[1:].is_fully_defined()
-        for leaf in tree.flatten(spec)
-    )
-
-
-def _take_one_by_one(next_batch, iterator, count):
-    batches = [next_batch(iterator)]
-    with contextlib.suppress(StopIteration):
-        while len(batches) < count:
-            batches.append(next_batch(iterator))
-    return batches
-
-
-@functools.partial(tf.function, autograph=False, reduce_retracing=True)
-def _take_joined(iterator, count):
-    """Join up to `count` batches row by row, and return their sizes."""
-    spec = iterator.element_spec
-    leaf_specs = tf.nest.flatten(spec)
-
-    def step(index, optional, arrays, sizes):
-        leaves = tf.nest.flatten(optional.get_value())
-        arrays = [
-            a.write(index, v) for a, v in zip(arrays, leaves, strict=True)
-        ]
-        sizes = sizes.write(index, tf.shape(leaves[0])[0])
-        optional = tf.cond(
-            index + 1 < count,
-            iterator.get_next_as_optional,
-            lambda: tf.experimental.Optional.empty(spec),
-        )
-        return index + 1, optional, arrays, sizes
-
-    arrays = [
-        tf.TensorArray(
-            leaf.dtype,
-            size=0,
-            dynamic_size=True,
-            infer_shape=False,
-            element_shape=tf.TensorShape([None]).concatenate(leaf.shape[1:]),
-        )
-        for leaf in leaf_specs
-    ]
-    sizes = tf.TensorArray(tf.int32, size=0, dynamic_size=True)
-    *_, arrays, sizes = tf.while_loop(
-        lambda index, optional, arrays, sizes: optional.has_value(),
-        step,
-        [tf.constant(0), iterator.get_next_as_optional(), arrays, sizes],
-        parallel_iterations=1,
-    )
-    joined = tf.nest.pack_sequence_as(spec, [a.concat() for a in arrays])
-    return joined, sizes.stack()
-
-
-def _replica_index():
-    context = tf.distribute.get_replica_context()
-    return tf.cast(context.replica_id_in_sync_group, "int32")
-
-
-def _share_of(leaf, replica, count):
-    """Take a replica's rows of `[k, count * m, ...]`."""
-    if leaf is None:
-        return None
-    size = tf.shape(leaf)[1] // count
-    share = leaf[:, replica * size : (replica + 1) * size]
-    known = leaf.shape[1]
-    share.set_shape([leaf.shape[0], known and known // count, *leaf.shape[2:]])
-    return share
-
-
-def _sum(outcome, strategy):
-    """Add up a nest of values of each replica, in one reduction per dtype.
-
-    Args:
-        outcome: nest of tensors of every replica.
-        strategy: `tf.distribute.Strategy`.
-
-    Returns:
-        The nest of sums, tensors of one device.
-    """
-    leaves = tree.flatten(outcome)
-    kinds = [strategy.experimental_local_results(v)[0].dtype for v in leaves]
-    sums = {}
-    for kind in dict.fromkeys(kinds):
-        alike = [i for i, dtype in enumerate(kinds) if dtype == kind]
-        with strategy.scope():
-            reduced = strategy.extended.batch_reduce_to(
-                tf.distribute.ReduceOp.SUM,
-                # Back onto all devices, since only then are they packed.
-                [(leaves[i], leaves[i]) for i in alike],
-            )
-        for position, value in zip(alike, reduced, strict=True):
-            sums[position] = strategy.experimental_local_results(value)[0]
-    return tree.pack_sequence_as(outcome, [sums[i] for i in range(len(sums))])
 
 
 def _in_float32(gradient):

@@ -1,0 +1,291 @@
+"""Functions of JAX that change variables, and the arrays they do it with.
+
+A function takes the values of a program's variables as arrays. Those it
+changes it is given for good (donated), and it returns the new ones; the others
+it only reads. In between a `Holder` has the arrays.
+"""
+
+import sys
+
+import jax
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from accumtrainer import errors
+from accumtrainer.keras_api import keras
+
+# Compiled for that many shapes, a function is worth a warning.
+MANY_SHAPES = 4
+
+
+class Compiled:
+    """A function that is compiled anew for arguments of other shapes.
+
+    Args:
+        function: takes the arrays of all variables and a nest of arguments,
+            returns a nest of arrays and the new arrays of all variables.
+        holder: `Holder` of the variables.
+        warn_of_many_shapes: function that is given the latest shapes.
+    """
+
+    def __init__(self, function, holder, warn_of_many_shapes):
+        self._function = function
+        self._holder = holder
+        self._warn_of_many_shapes = warn_of_many_shapes
+        self._variables = []
+        self._programs = {}
+
+    def __call__(self, leaves, treedef):
+        holder = self._holder
+        self._look_at_variables()
+        key = (treedef, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        program = self._programs.get(key)
+        if program is None:
+            if len(self._programs) + 1 == MANY_SHAPES:
+                self._warn_of_many_shapes([leaf.shape for leaf in leaves])
+            program = self._trace(leaves, treedef)
+            self._programs[key] = program
+        run, changed, kept = program
+        given = holder.give(changed)
+        read = [holder.arrays[i] for i in kept]
+        # That batches of the host move to the device here is meant; it takes
+        # a sixth of the time that `device_put` takes.
+        with jax.transfer_guard_host_to_device("allow"):
+            result, arrays = run(given, read, leaves)
+        for position, array in zip(changed, arrays, strict=True):
+            holder.arrays[position] = array
+        return result
+
+    def _look_at_variables(self):
+        """Forget what was compiled for other variables."""
+        variables = self._holder.variables
+        if self._variables is not variables:
+            if not _begins_with(variables, self._variables):
+                self._programs = {}
+            self._variables = variables
+
+    def peak_bytes(self, leaves, treedef):
+        """Ask the compiler for the most memory that a call takes.
+
+        Returns:
+            int, of one device: all variables, arguments, results and what is
+            needed in between.
+        """
+        self._look_at_variables()
+        run, changed, kept = self._trace(leaves, treedef)
+        arrays = self._holder.arrays
+        lowered = run.lower(
+            [to_spec(arrays[position]) for position in changed],
+            [to_spec(arrays[position]) for position in kept],
+            [to_spec(leaf) for leaf in leaves],
+        )
+        needs = lowered.compile().memory_analysis()
+        new = needs.output_size_in_bytes - needs.alias_size_in_bytes
+        held = sum(map(_bytes_of_device, [*arrays, *leaves]))
+        return held + needs.temp_size_in_bytes + max(0, new)
+
+    def _trace(self, leaves, treedef):
+        """Find out which arrays the function changes, and compile it.
+
+        Returns:
+            The compiled function of the arrays it is given for good, of those
+            it reads, and of the leaves of the arguments; and the positions of
+            both among the variables.
+        """
+        count = len(self._variables)
+        closed, (result, _) = jax.make_jaxpr(self._function, return_shape=True)(
+            self._holder.arrays, jax.tree.unflatten(treedef, leaves)
+        )
+        changed = changed_positions(closed, count)
+        kept = sorted(set(range(count)).difference(changed))
+        function, structure = jaxpr_as_fun(closed), jax.tree.structure(result)
+
+        def run(given, read, leaves):
+            arrays = [None] * count
+            for position, array in zip(changed, given, strict=True):
+                arrays[position] = array
+            for position, array in zip(kept, read, strict=True):
+                arrays[position] = array
+            out = function(*arrays, *leaves)
+            split = len(out) - count
+            return (
+                jax.tree.unflatten(structure, out[:split]),
+                [out[split + position] for position in changed],
+            )
+
+        options = {}
+        everywhere = self._holder.replicas.everywhere
+        if everywhere is not None:
+            # What changes stays where it is, and everybody is told the rest.
+            arrays = self._holder.arrays
+            kinds = [arrays[position].sharding for position in changed]
+            options["out_shardings"] = (everywhere, kinds)
+        return jax.jit(run, donate_argnums=0, **options), changed, kept
+
+
+class Eager:
+    """A function that runs operation by operation, its loops in Python.
+
+    Args:
+        function: as for `Compiled`.
+        holder: `Holder` of the variables.
+    """
+
+    def __init__(self, function, holder):
+        self._function = function
+        self._holder = holder
+
+    def peak_bytes(self, leaves, treedef):
+        """Refuse to answer: no compiler has planned anything."""
+        raise ValueError(errors.EAGER_MEMORY)
+
+    def __call__(self, leaves, treedef):
+        arguments = jax.tree.unflatten(treedef, _to_device(leaves))
+        with jax.disable_jit():
+            result, arrays = self._function(self._holder.arrays, arguments)
+        self._holder.arrays = arrays
+        return result
+
+
+class Holder:
+    """The arrays of one program's variables, while they are not published.
+
+    Args:
+        program: object with `variables`.
+        replicas: `JaxReplicas`, each of which needs every array.
+    """
+
+    def __init__(self, program, replicas):
+        self._program = program
+        self.replicas = replicas
+        self._borrowed = set()
+        self.variables = []
+        self.arrays = None
+
+    def take(self):
+        """Read the arrays afresh if the host could have written."""
+        if self.arrays is not None:
+            return
+        variables = self._program.variables
+        if list(map(id, variables)) != list(map(id, self.variables)):
+            self.variables = variables
+        self.arrays = [self.replicas.copy(_read(v)) for v in variables]
+        self._borrowed = set(range(len(variables)))
+
+    def give(self, positions):
+        """Return arrays that whoever receives them may destroy.
+
+        An array that is given away must not be needed elsewhere: two variables
+        may share one after an assignment, and host code may have kept one.
+        What programs have returned since is known to nobody else.
+        """
+        if self._borrowed:
+            for position in self._borrowed.intersection(positions):
+                array = self.arrays[position]
+                if sys.getrefcount(array) > HOLDERS:
+                    self.arrays[position] = array.copy()
+            self._borrowed.difference_update(positions)
+        return [self.arrays[position] for position in positions]
+
+    def replace(self, arrays):
+        """Hold other arrays for some variables, given for good.
+
+        Args:
+            arrays: dict of arrays by their variable's id.
+        """
+        for position, variable in enumerate(self.variables):
+            if id(variable) in arrays:
+                self.arrays[position] = arrays[id(variable)]
+                self._borrowed.discard(position)
+
+    def publish(self, without=()):
+        """Put the arrays into the variables, without a copy.
+
+        Args:
+            without: ids of variables to leave alone.
+        """
+        if self.arrays is not None:
+            for variable, array in zip(
+                self.variables, self.arrays, strict=True
+            ):
+                if id(variable) not in without:
+                    variable.assign(array)
+        self.arrays = None
+
+
+# A variable, the list and the local name above, and the call that counts.
+HOLDERS = 4
+
+
+def _read(variable):
+    array = variable.value
+    return array if isinstance(array, jax.Array) else jax.numpy.asarray(array)
+
+
+def _begins_with(variables, first):
+    """Whether a list of variables begins with those of another."""
+    pairs = zip(variables, first, strict=False)
+    return len(first) <= len(variables) and all(a is b for a, b in pairs)
+
+
+def _to_device(leaves):
+    """Move the leaves that are not there yet, in one call."""
+    host = [i for i, v in enumerate(leaves) if not isinstance(v, jax.Array)]
+    moved = jax.device_put([leaves[i] for i in host])
+    for position, array in zip(host, moved, strict=True):
+        leaves[position] = array
+    return leaves
+
+
+def scope_of(variables, arrays):
+    """Make a scope in which Keras variables have arrays as their values."""
+    return keras.StatelessScope(
+        list(zip(variables, arrays, strict=True)), collect_losses=True
+    )
+
+
+def values_in(scope, variables):
+    """List the values that variables have at the end of a scope."""
+    return [scope.get_current_value(variable) for variable in variables]
+
+
+def assign_changed(variables, before, after):
+    """Assign new values to those variables whose old ones they are not."""
+    for variable, old, new in zip(variables, before, after, strict=True):
+        if new is not old:
+            variable.assign(new)
+
+
+def changed_positions(closed, count=None):
+    """Find the arguments that a program returns otherwise than they came.
+
+    Args:
+        closed: closed jaxpr.
+        count: int, how many of its first arguments are its last results;
+            `None` for all.
+
+    Returns:
+        List of int.
+    """
+    before, after = closed.jaxpr.invars, closed.jaxpr.outvars
+    count = len(after) if count is None else count
+    pairs = zip(before[:count], after[len(after) - count :], strict=True)
+    return [i for i, (a, b) in enumerate(pairs) if a is not b]
+
+
+def to_spec(leaf):
+    """Describe an array by shape, dtype and where it is."""
+    if isinstance(leaf, jax.Array):
+        sharding = leaf.sharding if leaf.committed else None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    dtype = jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)
+    return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
+
+
+def _bytes_of_device(array):
+    """Count what an array takes of one of the devices it is on."""
+    if not isinstance(array, jax.Array):
+        return array.nbytes
+    return int(np.prod(array.sharding.shard_shape(array.shape))) * (
+        array.dtype.itemsize
+    )

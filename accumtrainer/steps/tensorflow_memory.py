@@ -1,0 +1,55 @@
+"""How much memory TensorFlow uses, on accelerators or in the process."""
+
+import re
+from pathlib import Path
+
+import tensorflow as tf
+
+from accumtrainer import errors
+
+STATUS = Path("/proc/self/status")
+
+
+class Peak:
+    """Measures by how much memory in use grows inside of it, at most.
+
+    Args:
+        devices: list of names of accelerators; none for the process's memory.
+
+    Attributes:
+        bytes: int, known at the end.
+
+    Raises:
+        RuntimeError: the system does not tell.
+    """
+
+    def __init__(self, devices):
+        self._devices = devices
+        self.bytes = 0
+
+    def __enter__(self):
+        for device in self._devices:
+            tf.config.experimental.reset_memory_stats(device)
+        if not self._devices:
+            if not STATUS.exists():
+                raise RuntimeError(errors.MEMORY_IS_SECRET)
+            # The peak begins anew.
+            STATUS.with_name("clear_refs").write_text("5")
+        self._before = self._read("current", "VmRSS")
+        return self
+
+    def __exit__(self, *_):
+        after = self._read("peak", "VmHWM")
+        self.bytes = max(
+            late - early
+            for late, early in zip(after, self._before, strict=True)
+        )
+
+    def _read(self, of_device, of_process):
+        if self._devices:
+            read = tf.config.experimental.get_memory_info
+            return [read(device)[of_device] for device in self._devices]
+        found = re.search(
+            rf"^{of_process}:\s+(\d+) kB$", STATUS.read_text(), re.M
+        )
+        return [1024 * int(found[1])] if found else [0]

@@ -1,0 +1,187 @@
+"""Several devices and processes of TensorFlow: who has what, what they add up.
+
+Variables have a copy on every replica. Of a window every replica takes its
+share by itself.
+"""
+
+import contextlib
+import functools
+
+import numpy as np
+import tensorflow as tf
+
+from accumtrainer.keras_api import keras, tree
+
+
+class TensorFlowReplicas:
+    """The replicas that share windows out.
+
+    Args:
+        strategy: `tf.distribute.Strategy`, or `None` to use one device.
+
+    Attributes:
+        count: int, how many there are.
+        processes: int, how many processes they are in.
+        is_chief: bool, whether this is the process that writes.
+        moving: list of the Keras variables that loops have to carry, since
+            they are no variables while a replica runs.
+    """
+
+    def __init__(self, strategy=None):
+        self._strategy = strategy
+        self.count = strategy.num_replicas_in_sync if strategy else 1
+        members = _members(strategy)
+        self.processes = max(1, len(members))
+        self._index = 0
+        if self.processes > 1:
+            resolver = strategy.cluster_resolver
+            self._index = members.index((resolver.task_type, resolver.task_id))
+        self.is_chief = self._index == 0
+        self._reading, self.moving = [], []
+
+    def gather(self, numbers):
+        """Let every process know some numbers of all.
+
+        Args:
+            numbers: list of n numbers.
+
+        Returns:
+            Array `[processes, n]`, float32, the chief's first.
+        """
+        rows = np.zeros([self.processes, len(numbers)], "float32")
+        rows[self._index] = numbers
+        # Each of the process's own replicas adds the same.
+        rows /= self.count // self.processes
+        return self._add_up(tf.constant(rows)).numpy()
+
+    @functools.cached_property
+    def _add_up(self):
+        def add_up(rows):
+            every = self._strategy.run(tf.identity, (rows,))
+            return self._strategy.reduce("SUM", every, axis=None)
+
+        return tf.function(add_up, autograph=False)
+
+    def scope(self):
+        """Make a scope in which variables have a copy on every replica."""
+        if self._strategy is None:
+            return contextlib.nullcontext()
+        return self._strategy.scope()
+
+    def sum(self, function, shares, *, reading, moving, jit_compile):
+        """Run a function on every replica, and add up what they return.
+
+        What it writes to variables is forgotten.
+
+        Args:
+            function: function of the replica's index, a scalar int32, and
+                of its `Shares`; returns a nest of tensors.
+            shares: `Shares` of tensors of all replicas.
+            reading: list of the Keras variables it only reads; others that
+                it reads have one value for all replicas.
+            moving: list of the Keras variables it may write to.
+            jit_compile: bool, whether XLA compiles it.
+
+        Returns:
+            The nest of sums.
+        """
+        size = self.count
+
+        # Traced outside of the strategy, where Keras leaves losses alone; a
+        # replica would have it divide them by the number of replicas.
+        @functools.partial(
+            tf.function, jit_compile=jit_compile, autograph=False
+        )
+        def run(replica, shares, read, moved):
+            self._reading = list(zip(reading, read, strict=True))
+            self.moving = list(moving)
+            try:
+                with self.scope_of(moved):
+                    return function(replica, shares)
+            finally:
+                self._reading, self.moving = [], []
+
+        def run_on_replica(shares, moved):
+            replica = _replica_index()
+            split = tree.map_structure(
+                lambda leaf: _share_of(leaf, replica, size), shares.split
+            )
+            read = [tf.convert_to_tensor(v.value) for v in reading]
+            return program(replica, shares._replace(split=split), read, moved)
+
+        moved = [tf.convert_to_tensor(v.value) for v in moving]
+        split = tree.map_structure(
+            lambda leaf: _share_of(leaf, 0, size), shares.split
+        )
+        program = run.get_concrete_function(
+            tf.constant(0),
+            shares._replace(split=split),
+            [tf.convert_to_tensor(v.value) for v in reading],
+            moved,
+        )
+        return _sum(
+            self._strategy.run(run_on_replica, (shares, moved)), self._strategy
+        )
+
+    def scope_of(self, values):
+        """Make a scope in which what moves on a replica has other values."""
+        if not self.moving:
+            return contextlib.nullcontext()
+        moved = zip(self.moving, values, strict=True)
+        return keras.StatelessScope(
+            [*self._reading, *moved], collect_losses=True
+        )
+
+
+def _members(strategy):
+    """List the processes of a strategy, pairs of their job and index."""
+    resolver = strategy and strategy.cluster_resolver
+    cluster = resolver and resolver.cluster_spec()
+    return [
+        (job, index)
+        for job in ("chief", "worker")
+        if cluster and job in cluster.jobs
+        for index in cluster.task_indices(job)
+    ]
+
+
+def _replica_index():
+    context = tf.distribute.get_replica_context()
+    return tf.cast(context.replica_id_in_sync_group, "int32")
+
+
+def _share_of(leaf, replica, count):
+    """Take a replica's rows of `[k, count * m, ...]`."""
+    if leaf is None:
+        return None
+    size = tf.shape(leaf)[1] // count
+    share = leaf[:, replica * size : (replica + 1) * size]
+    known = leaf.shape[1]
+    share.set_shape([leaf.shape[0], known and known // count, *leaf.shape[2:]])
+    return share
+
+
+def _sum(outcome, strategy):
+    """Add up a nest of values of each replica, in one reduction per dtype.
+
+    Args:
+        outcome: nest of tensors of every replica.
+        strategy: `tf.distribute.Strategy`.
+
+    Returns:
+        The nest of sums, tensors of one device.
+    """
+    leaves = tree.flatten(outcome)
+    kinds = [strategy.experimental_local_results(v)[0].dtype for v in leaves]
+    sums = {}
+    for kind in dict.fromkeys(kinds):
+        alike = [i for i, dtype in enumerate(kinds) if dtype == kind]
+        with strategy.scope():
+            reduced = strategy.extended.batch_reduce_to(
+                tf.distribute.ReduceOp.SUM,
+                # Back onto all devices, since only then are they packed.
+                [(leaves[i], leaves[i]) for i in alike],
+            )
+        for position, value in zip(alike, reduced, strict=True):
+            sums[position] = strategy.experimental_local_results(value)[0]
+    return tree.pack_sequence_as(outcome, [sums[i] for i in range(len(sums))])
