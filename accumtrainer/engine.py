@@ -2,28 +2,20 @@
 
 import contextlib
 import time
-import warnings
-from dataclasses import replace
 
 import numpy as np
 
 from accumtrainer import errors
 from accumtrainer.batches import Batch, map_leaves
 from accumtrainer.callback import Logs
-from accumtrainer.config import require_count
 from accumtrainer.equivalence import EquivalenceCheck
 from accumtrainer.evaluation import EvaluationProgram
 from accumtrainer.inspection import Replay
 from accumtrainer.keras_api import BACKEND, keras, tree
-from accumtrainer.memory import (
-    Backup,
-    MemoryPlan,
-    MemoryRow,
-    largest_that_fits,
-    sizes_of,
-)
+from accumtrainer.memory import make_memory_plan
 from accumtrainer.objective import metric_variables
 from accumtrainer.progress import Progress
+from accumtrainer.sizing import make_sizing
 from accumtrainer.snapshot import (
     check_fits,
     copy_to_host,
@@ -39,9 +31,6 @@ from accumtrainer.steps import (
     should_compile_evaluation,
 )
 from accumtrainer.window import WindowProgram
-
-# Leaves a loader batch whole until it is known what fits.
-ANY_SIZE = 2**62
 
 PARTS_OF_EPOCH = ("metrics", "means")
 """What an epoch begins anew, of the parts of a snapshot."""
@@ -59,7 +48,6 @@ class Engine:
         max_consecutive_skips: int, or `None` for any number.
 
     Attributes:
-        plan: `Plan` of the windows, `None` before the first.
         last_window: `Window` that was run last, `None` before the first.
         data_seconds: seconds spent so far on waiting for windows.
     """
@@ -90,10 +78,8 @@ class Engine:
             self._backend,
             jit_compile=should_compile_evaluation(self._backend, jit_compile),
         )
-        self._program = self._step = None
-        self.plan = None
-        self._chosen_size = None
-        self._fitted = set()
+        self._sizing = make_sizing(hooks.accumulation, self._backend)
+        self._program = self._step = self._plan = None
         self._progress = Progress()
         self._shown = None
         self._last_report = None
@@ -136,10 +122,12 @@ class Engine:
 
         Loader batches are micro-batches then, whatever their size.
         """
-        size = self._hooks.accumulation.micro_batch_size
-        if size == "auto":
-            size = self._chosen_size or ANY_SIZE
-        return None if size is None else size * self.replicas
+        return self._sizing.rows_per_pass
+
+    @property
+    def plan(self):
+        """`Plan` of the windows, `None` before the first."""
+        return None if self._plan is None else self._sizing.complete(self._plan)
 
     @property
     def has_begun(self):
@@ -189,8 +177,8 @@ class Engine:
             with self._backend.scope():
                 self._build(window, like)
         self._program.measures_gradients = measures_gradients
-        if self._is_auto and self._chosen_size is None:
-            self._choose_size(window)
+        if self._sizing.is_undecided:
+            self._sizing.choose(window, self._step)
 
     def _build(self, window, like):
         self._hooks._must_weigh &= self._accumulates(window)
@@ -200,11 +188,11 @@ class Engine:
             raise ValueError(
                 errors.NOTHING_TO_TRAIN.format(model=self._model.name)
             )
-        if self._is_auto:
+        if self._sizing.is_undecided:
             # One sample tells as much as many do.
             first = map_leaves(lambda leaf: leaf[:1], first)
         program = self._make_program(first, self._backend)
-        self.plan = self._plan_of(like) or choose_plan(
+        self._plan = self._plan_of(like) or choose_plan(
             self._model,
             program.operations,
             self._backend,
@@ -212,12 +200,8 @@ class Engine:
             run_eagerly=self._run_eagerly,
         )
         self._program = program
-        self._step = Step(program, self._backend, self.plan)
+        self._step = Step(program, self._backend, self._plan)
         self._trained_ids = _variable_ids(self._model)
-
-    @property
-    def _is_auto(self):
-        return self._hooks.accumulation.micro_batch_size == "auto"
 
     def cut(self, window):
         """Cut a window as it will run, once that is known.
@@ -228,11 +212,9 @@ class Engine:
         Returns:
             `Window`.
         """
-        if not self._is_auto:
-            return window
-        if self._chosen_size is None:
+        if self._sizing.is_undecided:
             self.prepare(window)
-        return window.recut(self.rows_per_pass)
+        return self._sizing.cut(window)
 
     def memory_plan(self, window, sizes=None):
         """Predict what micro-batches of several sizes take.
@@ -244,68 +226,12 @@ class Engine:
         Returns:
             `MemoryPlan`.
         """
-        rows = []
-        whole = -(-window.samples // self.replicas)
-        for size in sorted(sizes or sizes_of(whole)):
-            require_count("sizes", size, "Leave it out to see halves.")
-            cut = window.recut(size * self.replicas)
-            rows.append(
-                MemoryRow(
-                    micro_batch_size=size,
-                    micro_batches=cut.micro_batches,
-                    peak_bytes=self._step.peak_bytes(cut),
-                )
-            )
-        return MemoryPlan(tuple(rows))
-
-    def _choose_size(self, window):
-        """Choose the largest micro-batches that fit into memory."""
-        limit = self._hooks.accumulation.memory_limit_bytes
-        if limit is None:
-            limit = self._backend.memory_limit_bytes()
-        size, peak = largest_that_fits(
-            sizes_of(-(-window.samples // self.replicas)),
-            limit,
-            lambda size: self._step.peak_bytes(
-                window.recut(size * self.replicas)
-            ),
+        return make_memory_plan(
+            window,
+            sizes,
+            replicas=self.replicas,
+            predict=self._step.peak_bytes,
         )
-        if self.processes > 1:
-            size = int(self.gather([size])[:, 0].min())
-        self._chosen_size = size
-        self.plan = replace(
-            self.plan, micro_batch_size=size, peak_bytes=peak, limit_bytes=limit
-        )
-
-    def _run_if_it_fits(self, window):
-        """Run a window; in smaller micro-batches if memory runs out."""
-        while True:
-            window = window.recut(self.rows_per_pass)
-            if window.sizes in self._fitted:
-                return self._step.run(window), window
-            self.publish()
-            backup = Backup(self._program.variables)
-            try:
-                report = self._step.run(window)
-                report.section("counters")  # waits, since errors may come late
-            except Exception as error:
-                is_last = self._chosen_size == 1 or self.processes > 1
-                if is_last or not self._backend.is_out_of_memory(error):
-                    raise
-                self._backend.forget()
-                backup.put_back()
-                self._halve()
-            else:
-                self._fitted.add(window.sizes)
-                return report, window
-
-    def _halve(self):
-        before, after = self._chosen_size, -(-self._chosen_size // 2)
-        warnings.warn(
-            errors.HALVED.format(before=before, after=after), stacklevel=2
-        )
-        self._chosen_size = after
-        self.plan = replace(self.plan, micro_batch_size=after, peak_bytes=None)
 
     def _make_program(self, micro_batch, backend, **options):
         """Make a program and build it; `options` replace those of training."""
@@ -440,10 +366,9 @@ class Engine:
         is_one = window.micro_batches == self.replicas == 1
         if not is_one and self._hooks._guessed_denominator:
             raise ValueError(errors.BARE_LOSS.format(owner="Trainer"))
-        if self._is_auto:
-            self._last_report, window = self._run_if_it_fits(window)
-        else:
-            self._last_report = self._step.run(window)
+        self._last_report, window = self._sizing.run(
+            window, self._step, self._program
+        )
         self.last_window = window
         self._unread_windows += 1
         if self._max_consecutive_skips is not None:
@@ -622,7 +547,7 @@ class Engine:
         """Whether windows of more than one micro-batch are to be expected."""
         steps = self._hooks.accumulation.steps
         # Whatever fits now may have to be cut later.
-        if self.replicas > 1 or self._is_auto:
+        if self.replicas > 1 or self._sizing.may_cut:
             return True
         return window.micro_batches > 1 if steps is None else steps != 1
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from accumtrainer import errors
+from accumtrainer.config import require_count
 from accumtrainer.keras_api import ops
 
 # Beyond a prediction from two smaller sizes, by how much memory may be less.
@@ -73,6 +74,32 @@ def sizes_of(samples):
     while sizes[-1] > 1:
         sizes.append(-(-sizes[-1] // 2))
     return sizes
+
+
+def make_memory_plan(window, sizes, *, replicas, predict):
+    """Predict what micro-batches of several sizes take.
+
+    Args:
+        window: `Window`.
+        sizes: list of int, `None` for halves of the whole.
+        replicas: int, how many share the window out.
+        predict: function from a `Window` to bytes.
+
+    Returns:
+        `MemoryPlan`.
+    """
+    rows = []
+    for size in sorted(sizes or sizes_of(-(-window.samples // replicas))):
+        require_count("sizes", size, "Leave it out to see halves.")
+        cut = window.recut(size * replicas)
+        rows.append(
+            MemoryRow(
+                micro_batch_size=size,
+                micro_batches=cut.micro_batches,
+                peak_bytes=predict(cut),
+            )
+        )
+    return MemoryPlan(tuple(rows))
 
 
 def largest_that_fits(sizes, limit, predict):

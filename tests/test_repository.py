@@ -60,6 +60,7 @@ MODULE_ORDER = (
     "steps",
     "snapshot",
     "device",
+    "sizing",
     "inspection",
     "equivalence",
     "engine",
