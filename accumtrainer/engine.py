@@ -3,15 +3,13 @@
 import contextlib
 import time
 
-import numpy as np
-
 from accumtrainer import errors
 from accumtrainer.batches import Batch, map_leaves
 from accumtrainer.callback import Logs
 from accumtrainer.equivalence import EquivalenceCheck
-from accumtrainer.evaluation import EvaluationProgram
+from accumtrainer.evaluator import Evaluator
 from accumtrainer.inspection import Replay
-from accumtrainer.keras_api import BACKEND, keras, tree
+from accumtrainer.keras_api import BACKEND, keras
 from accumtrainer.memory import make_memory_plan
 from accumtrainer.objective import metric_variables
 from accumtrainer.progress import Progress
@@ -22,14 +20,7 @@ from accumtrainer.snapshot import (
     find_difference,
     put_back,
 )
-from accumtrainer.steps import (
-    EvaluationStep,
-    Plan,
-    Step,
-    choose_plan,
-    make_backend,
-    should_compile_evaluation,
-)
+from accumtrainer.steps import Plan, Step, choose_plan, make_backend
 from accumtrainer.window import WindowProgram
 
 PARTS_OF_EPOCH = ("metrics", "means")
@@ -70,13 +61,12 @@ class Engine:
         self._run_eagerly = run_eagerly
         self._max_consecutive_skips = max_consecutive_skips
         self._backend = make_backend(run_eagerly=run_eagerly, model=self._model)
-        self._evaluation = EvaluationProgram(
-            hooks, state, self._backend, tracked=tracked
-        )
-        self._evaluation_step = EvaluationStep(
-            self._evaluation,
+        self._evaluator = Evaluator(
+            hooks,
+            state,
             self._backend,
-            jit_compile=should_compile_evaluation(self._backend, jit_compile),
+            tracked=tracked,
+            jit_compile=jit_compile,
         )
         self._sizing = make_sizing(hooks.accumulation, self._backend)
         self._program = self._step = self._plan = None
@@ -183,7 +173,7 @@ class Engine:
     def _build(self, window, like):
         self._hooks._must_weigh &= self._accumulates(window)
         first = window.split()[0]
-        self._evaluation.build_model(Batch(first.x))
+        self._evaluator.build_model(Batch(first.x))
         if not self._model.trainable_variables:
             raise ValueError(
                 errors.NOTHING_TO_TRAIN.format(model=self._model.name)
@@ -485,51 +475,15 @@ class Engine:
         return self._last_report.running_logs()
 
     def evaluate(self, source, dispatcher):
-        """Evaluate one source.
-
-        Args:
-            source: `Source`.
-            dispatcher: `Dispatcher` to tell about it.
-
-        Returns:
-            Dict of numbers.
-        """
-        step = self._evaluation_step
-        is_first = True
-        with dispatcher.testing():
-            for index, item in enumerate(source.iterate(0)):
-                dispatcher.call("on_test_batch_begin", index, {})
-                for batch in self._slice(source, item):
-                    step.run(batch, is_first=is_first)
-                    is_first = False
-                if dispatcher.looks("on_test_batch_end"):
-                    self.publish()
-                dispatcher.call("on_test_batch_end", index, Logs(step.results))
-            dispatcher.last_logs = logs = step.results()
-            self.publish()
-        return logs
+        """Evaluate a `Source`, dict of numbers."""
+        return self._evaluator.evaluate(
+            source, dispatcher, rows_per_pass=self.rows_per_pass
+        )
 
     def predict(self, source, dispatcher):
-        """Predict for one source.
-
-        Args:
-            source: `Source`.
-            dispatcher: `Dispatcher` to tell about it.
-
-        Returns:
-            Nest of NumPy arrays, one row per sample.
-        """
-        outputs = []
-        with dispatcher.predicting():
-            for index, item in enumerate(source.iterate(0)):
-                dispatcher.call("on_predict_batch_begin", index, {})
-                for batch in self._slice(source, item):
-                    predicted = self._evaluation_step.predict(Batch(batch.x))
-                    outputs.append(tree.map_structure(np.asarray, predicted))
-                self.publish()
-                dispatcher.call("on_predict_batch_end", index, {})
-        return tree.map_structure(
-            lambda *parts: np.concatenate(parts), *outputs
+        """Predict for a `Source`, nest of NumPy arrays."""
+        return self._evaluator.predict(
+            source, dispatcher, rows_per_pass=self.rows_per_pass
         )
 
     @contextlib.contextmanager
@@ -550,16 +504,6 @@ class Engine:
         if self.replicas > 1 or self._sizing.may_cut:
             return True
         return window.micro_batches > 1 if steps is None else steps != 1
-
-    def _slice(self, source, item):
-        """Cut a loader batch into what fits, for evaluation.
-
-        A loss that compares examples must see those of a batch together.
-        """
-        size = self.rows_per_pass
-        if self._hooks.has_window_loss:
-            size = None
-        return source.window([item], size).split()
 
     def _read_counters(self):
         """Learn from the device how many windows were applied."""

@@ -58,6 +58,7 @@ MODULE_ORDER = (
     "window",
     "evaluation",
     "steps",
+    "evaluator",
     "snapshot",
     "device",
     "sizing",
