@@ -7,6 +7,8 @@ model and the optimizer as they were.
 import difflib
 from dataclasses import replace
 
+import numpy as np
+
 from accumtrainer import errors
 from accumtrainer.callback import HOOKS as CALLBACK_HOOKS
 from accumtrainer.config import LossScale
@@ -23,6 +25,7 @@ from accumtrainer.keras_api import (
     refuse_other_keras,
     tree,
 )
+from accumtrainer.losses import CompiledLoss
 
 # Methods of other trainers, and what does their work here.
 REPLACEMENTS = {
@@ -259,6 +262,36 @@ def check_loss(hooks, arguments):
             "compiled without one. Give Trainer(loss=...), or override "
             "compute_loss."
         )
+
+
+def make_compiled_loss(model, arguments):
+    """Make the loss of `Model.compile`, if it decides.
+
+    Args:
+        model: `keras.Model`.
+        arguments: dict of arguments of `Model.compile`.
+
+    Returns:
+        `CompiledLoss`; `None` where there is none, or the model computes its
+        loss itself.
+    """
+    if arguments["loss"] is None or overrides_compute_loss(model):
+        return None
+    return CompiledLoss(
+        arguments["loss"],
+        arguments["loss_weights"],
+        getattr(model, "output_names", None),
+    )
+
+
+def draw_seed(backend):
+    """Draw a seed, the same in all processes."""
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    if backend.processes == 1:
+        return seed
+    # In two parts, which float32 holds exactly.
+    high, low = backend.gather([seed >> 16, seed & 0xFFFF])[0]
+    return int(high) << 16 | int(low)
 
 
 def check_options(

@@ -8,6 +8,7 @@ from rich import console as rich_console
 from rich import live, progress_bar, table, text
 
 from accumtrainer.callback import Callback
+from accumtrainer.fit_options import check_verbose
 
 REDRAW_SECS = 0.1
 BAR_WIDTH = 30
@@ -352,6 +353,12 @@ class ProgressBar(Callback):
             grid.add_column(no_wrap=True)
         grid.add_row(*cells, body)
         return grid
+
+
+def make_progress_bar(verbose):
+    """Make the progress bar that `verbose` asks for; `None` for 0."""
+    check_verbose(verbose)
+    return ProgressBar(verbose) if verbose else None
 
 
 def make_bar(line, *, width, clock):

@@ -10,6 +10,8 @@ from itertools import islice
 from numbers import Real
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+
 from accumtrainer import errors
 from accumtrainer.array_source import ArraySource
 from accumtrainer.batches import (
@@ -100,6 +102,18 @@ def make_source(
             steps=steps,
         )
     return IterableSource(x, class_weight=class_weight, steps=steps)
+
+
+def make_source_of_one(x, y=None, sample_weight=None, class_weight=None):
+    """Make a source that yields arrays in one piece, as one loader batch."""
+    return make_source(
+        x,
+        y,
+        sample_weight,
+        batch_size=np.iinfo(np.int32).max,
+        shuffle=False,
+        class_weight=class_weight,
+    )
 
 
 def _is_array_data(x):

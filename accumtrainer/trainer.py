@@ -2,8 +2,6 @@
 
 import math
 
-import numpy as np
-
 from accumtrainer import errors
 from accumtrainer.array_source import ArraySource
 from accumtrainer.callback import (
@@ -20,12 +18,14 @@ from accumtrainer.construction import (
     check_options,
     check_replicas,
     check_subclass,
+    draw_seed,
+    make_compiled_loss,
     resolve_compile_arguments,
     resolve_loss_scale,
     resolve_optimizer,
 )
 from accumtrainer.engine import Engine
-from accumtrainer.fit_options import FitOptions, check_steps, check_verbose
+from accumtrainer.fit_options import FitOptions, check_steps
 from accumtrainer.hooks import (
     Hooks,
     LogBook,
@@ -34,13 +34,13 @@ from accumtrainer.hooks import (
 )
 from accumtrainer.keras_api import keras
 from accumtrainer.loop import FitLoop, Validation, updates_in_epoch
-from accumtrainer.losses import CompiledLoss
-from accumtrainer.progress_bar import ProgressBar
+from accumtrainer.progress_bar import make_progress_bar
 from accumtrainer.saving import check_same, find_saved, take_snapshot
 from accumtrainer.source import check_ends
 from accumtrainer.sources import (
     FirstBatches,
     make_source,
+    make_source_of_one,
     train_validation_split,
 )
 from accumtrainer.state import TrainingState
@@ -75,6 +75,7 @@ class Trainer(Hooks):
         TypeError: an argument is of the wrong kind.
 
     Example:
+        >>> import numpy as np
         >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
         >>> trainer = Trainer(model, optimizer="sgd", loss="mse",
         ...                   accumulation=Accumulation(micro_batch_size=4))
@@ -128,11 +129,11 @@ class Trainer(Hooks):
         check_memory(self.accumulation, backend, run_eagerly)
         for callback in flatten_callbacks(callbacks):
             check_callback(callback)
-        self._compiled_loss = _make_compiled_loss(model, arguments)
+        self._compiled_loss = make_compiled_loss(model, arguments)
         self._compile_model(arguments, is_new=_is_given(given, optimizer))
         self._callbacks = callbacks
         self._denominator = denominator
-        self.seed = _draw_seed(backend) if seed is None else seed
+        self.seed = draw_seed(backend) if seed is None else seed
         self._model_computes_loss = overrides_compute_loss(model)
         self._model_takes_training = takes_argument(model.call, "training")
         self._guessed_denominator = False
@@ -439,7 +440,7 @@ class Trainer(Hooks):
                 "fast_dev_run": bool(fast_dev_run),
             },
             add_history=True,
-            progress_bar=_make_progress_bar(verbose if self.is_chief else 0),
+            progress_bar=make_progress_bar(verbose if self.is_chief else 0),
         )
         self._loop = FitLoop(
             self, self._engine, options, source, validation, dispatcher, saved
@@ -609,7 +610,7 @@ class Trainer(Hooks):
         """
         engine = self._engine
         engine.check_trainable()
-        source = _make_source_of_one(x, y, sample_weight, class_weight)
+        source = make_source_of_one(x, y, sample_weight, class_weight)
         window = self._cut(source)
         engine.prepare(window)
         engine.start_epoch(engine.epochs_finished)
@@ -638,6 +639,7 @@ class Trainer(Hooks):
             `micro_batches` and `peak_bytes`; printed, it is a short table.
 
         Example:
+            >>> import numpy as np
             >>> model = keras.Sequential([keras.Input([2])])
             >>> model.add(keras.layers.Dense(1))
             >>> trainer = Trainer(model, optimizer="sgd", loss="mse")
@@ -646,8 +648,9 @@ class Trainer(Hooks):
             [1, 2, 4, 8]
         """
         self._engine.check_trainable()
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        source = _make_source_of_one(x, y, sample_weight)
+        source = make_source_of_one(
+            *keras.utils.unpack_x_y_sample_weight(batch)
+        )
         window = source.window(list(source.iterate(0)), None)
         self._engine.prepare(window)
         return self._engine.memory_plan(window, sizes)
@@ -673,6 +676,7 @@ class Trainer(Hooks):
             ValueError: the batch makes a single micro-batch.
 
         Example:
+            >>> import numpy as np
             >>> model = keras.Sequential([keras.Input([2])])
             >>> model.add(keras.layers.Dense(1))
             >>> trainer = Trainer(model, optimizer="sgd", loss="mse",
@@ -682,8 +686,9 @@ class Trainer(Hooks):
             True
         """
         self._engine.check_trainable()
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        source = _make_source_of_one(x, y, sample_weight)
+        source = make_source_of_one(
+            *keras.utils.unpack_x_y_sample_weight(batch)
+        )
         window = self._cut(source)
         if window.micro_batches < 2:
             raise ValueError(
@@ -714,7 +719,7 @@ class Trainer(Hooks):
                 "epochs": 1,
                 "steps": source.batches_per_epoch,
             },
-            progress_bar=_make_progress_bar(verbose if self.is_chief else 0),
+            progress_bar=make_progress_bar(verbose if self.is_chief else 0),
         )
 
     def _compile_model(self, arguments, *, is_new):
@@ -732,43 +737,6 @@ class Trainer(Hooks):
 def _is_given(arguments, optimizer):
     given = any(value is not None for value in arguments.values())
     return given or optimizer is not None
-
-
-def _make_compiled_loss(model, arguments):
-    if arguments["loss"] is None or overrides_compute_loss(model):
-        return None
-    return CompiledLoss(
-        arguments["loss"],
-        arguments["loss_weights"],
-        getattr(model, "output_names", None),
-    )
-
-
-def _make_source_of_one(x, y, sample_weight, class_weight=None):
-    """Make a source that yields arrays in one piece."""
-    return make_source(
-        x,
-        y,
-        sample_weight,
-        batch_size=np.iinfo(np.int32).max,
-        shuffle=False,
-        class_weight=class_weight,
-    )
-
-
-def _draw_seed(backend):
-    """Draw a seed, the same in all processes."""
-    seed = int(np.random.SeedSequence().generate_state(1)[0])
-    if backend.processes == 1:
-        return seed
-    # In two parts, which float32 holds exactly.
-    high, low = backend.gather([seed >> 16, seed & 0xFFFF])[0]
-    return int(high) << 16 | int(low)
-
-
-def _make_progress_bar(verbose):
-    check_verbose(verbose)
-    return ProgressBar(verbose) if verbose else None
 
 
 def _say_nothing(line):
