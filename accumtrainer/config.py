@@ -111,7 +111,9 @@ class Accumulation:
             window.
         micro_batch_size: samples per micro-batch; every loader batch is one
             update, sliced into micro-batches of that many samples. `"auto"`
-            takes the most that fit into memory, see `Trainer.memory_plan`.
+            takes the most that fit into memory, of sizes which are about
+            halves of each other and, where they can, divide the loader batch
+            evenly; see `Trainer.memory_plan`.
         memory_limit_bytes: most memory of a device that `"auto"` may plan
             for, all in all; default nine tenths of what the device has. A CPU
             does not tell, so there it must be given.

@@ -211,7 +211,7 @@ class Engine:
 
         Args:
             window: `Window`.
-            sizes: list of int, `None` for halves of the whole.
+            sizes: list of int, `None` for those that are tried.
 
         Returns:
             `MemoryPlan`.

@@ -98,7 +98,7 @@ EAGER_MEMORY = (
     "plans memory. Received: 'auto'. Leave run_eagerly out, or give a number."
 )
 
-HALVED = (
+TOO_LARGE = (
     "The device ran out of memory with micro-batches of {before}; from here on "
     "they are of {after}. The update is the same."
 )

@@ -2,8 +2,7 @@
 
 How much an update takes is known before it runs: on JAX the compiler says so,
 on TensorFlow the gradients of a batch are tried out. A device that runs out of
-memory all the same gives the window back, and half as large micro-batches are
-tried.
+memory all the same gives the window back, and smaller micro-batches are tried.
 """
 
 from dataclasses import dataclass
@@ -63,16 +62,43 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
+def smaller_size(size, samples):
+    """Choose the size to try after one that is too large: about the half.
+
+    Micro-batches of equal size run in one compiled call where that is faster,
+    so a size that divides the samples is preferred: the next from the half
+    upwards, or else the next below the half, if it is more than a quarter.
+    Without one it is the half, rounded up, and the last micro-batch differs.
+
+    Args:
+        size: int, at least 2.
+        samples: int, those of a window that one device runs.
+
+    Example:
+        >>> smaller_size(125, 1000), smaller_size(25, 300), smaller_size(8, 22)
+        (100, 15, 4)
+        >>> smaller_size(125, 1009)
+        63
+    """
+    half = -(-size // 2)
+    for candidate in (*range(half, size), *range(half - 1, size // 4, -1)):
+        if samples % candidate == 0:
+            return candidate
+    return half
+
+
 def sizes_of(samples):
     """List the sizes of micro-batches that are tried, the largest first.
 
     Example:
         >>> sizes_of(12)
         [12, 6, 3, 2, 1]
+        >>> sizes_of(1000)
+        [1000, 500, 250, 125, 100, 50, 25, 20, 10, 5, 4, 2, 1]
     """
     sizes = [samples]
     while sizes[-1] > 1:
-        sizes.append(-(-sizes[-1] // 2))
+        sizes.append(smaller_size(sizes[-1], samples))
     return sizes
 
 
@@ -81,7 +107,7 @@ def make_memory_plan(window, sizes, *, replicas, predict):
 
     Args:
         window: `Window`.
-        sizes: list of int, `None` for halves of the whole.
+        sizes: list of int, `None` for those of `sizes_of`.
         replicas: int, how many share the window out.
         predict: function from a `Window` to bytes.
 
@@ -90,7 +116,7 @@ def make_memory_plan(window, sizes, *, replicas, predict):
     """
     rows = []
     for size in sorted(sizes or sizes_of(-(-window.samples // replicas))):
-        require_count("sizes", size, "Leave it out to see halves.")
+        require_count("sizes", size, "Leave it out to see a few.")
         cut = window.recut(size * replicas)
         rows.append(
             MemoryRow(

@@ -4,7 +4,12 @@ import warnings
 from dataclasses import dataclass, replace
 
 from accumtrainer import errors
-from accumtrainer.memory import Backup, largest_that_fits, sizes_of
+from accumtrainer.memory import (
+    Backup,
+    largest_that_fits,
+    sizes_of,
+    smaller_size,
+)
 
 # Leaves a loader batch whole until it is known what fits.
 ANY_SIZE = 2**62
@@ -61,7 +66,9 @@ class GivenSize:
 
 
 class AutoSize:
-    """Choose a size that fits into memory, and halve it if it does not.
+    """Choose a size that fits into memory, and a smaller one if it does not.
+
+    Sizes that divide a window evenly are preferred, see `smaller_size`.
 
     Args:
         backend: the backend's functions.
@@ -93,11 +100,12 @@ class AutoSize:
             window: `Window` like those to come.
             step: `Step`, which predicts.
         """
-        replicas = self._backend.replicas
         size, self._peak_bytes = largest_that_fits(
-            sizes_of(-(-window.samples // replicas)),
+            sizes_of(self._samples_per_replica(window)),
             self._limit_bytes,
-            lambda size: step.peak_bytes(window.recut(size * replicas)),
+            lambda size: step.peak_bytes(
+                window.recut(size * self._backend.replicas)
+            ),
         )
         if self._backend.processes > 1:
             size = int(self._backend.gather([size])[:, 0].min())
@@ -133,17 +141,23 @@ class AutoSize:
                     raise
                 self._backend.forget()
                 backup.put_back()
-                self._halve()
+                self._shrink(window)
             else:
                 self._fitted.add(window.sizes)
                 return report, window
 
-    def _halve(self):
-        before, self._size = self._size, -(-self._size // 2)
+    def _shrink(self, window):
+        """Go on in smaller micro-batches than those of a window."""
+        before = self._size
+        self._size = smaller_size(before, self._samples_per_replica(window))
         self._peak_bytes = None
         warnings.warn(
-            errors.HALVED.format(before=before, after=self._size), stacklevel=2
+            errors.TOO_LARGE.format(before=before, after=self._size),
+            stacklevel=2,
         )
+
+    def _samples_per_replica(self, window):
+        return -(-window.samples // self._backend.replicas)
 
     def complete(self, plan):
         """Return a `Plan` with what was chosen here."""

@@ -632,7 +632,8 @@ class Trainer(Hooks):
             batch: `(x, y)`, `(x, y, sample_weight)` or `x`, arrays or nests
                 of them, the batch of an update.
             sizes: list of int, samples per micro-batch on each device;
-                default the whole batch, its half, and so on down to 1.
+                default those that `"auto"` tries: the whole batch, about its
+                half, and so on down to 1, divisors where there are any near.
 
         Returns:
             `MemoryPlan`, whose `rows` have `micro_batch_size`,

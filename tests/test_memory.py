@@ -7,7 +7,7 @@ from accumtrainer import Accumulation, Trainer
 from accumtrainer.batches import Batch, window_of_rows
 from accumtrainer.callbacks import RunLog
 from accumtrainer.keras_api import BACKEND, keras
-from accumtrainer.memory import largest_that_fits, sizes_of
+from accumtrainer.memory import largest_that_fits, sizes_of, smaller_size
 from accumtrainer.steps.step import Step
 
 UNLIMITED = 2**40
@@ -85,6 +85,21 @@ def test_sizes_far_beyond_the_limit_are_not_compiled():
 
     assert largest_that_fits(sizes_of(256), 200, peak) == (8, 180)
     assert max(seen) <= 16
+
+
+@pytest.mark.parametrize("samples", [1, 2, 22, 96, 300, 1000, 1009])
+def test_sizes_shrink_by_about_half_and_divide_where_they_can(samples):
+    sizes = sizes_of(samples)
+    assert (sizes[0], sizes[-1]) == (samples, 1)
+    for size, smaller in zip(sizes, sizes[1:], strict=False):
+        assert size / 4 < smaller < size
+        near = [m for m in range(size // 4 + 1, size) if samples % m == 0]
+        assert samples % smaller == 0 or not near
+
+
+def test_prime_number_of_samples_is_halved():
+    assert sizes_of(1009)[:6] == [1009, 505, 253, 127, 64, 32]
+    assert smaller_size(253, 1009) == 127
 
 
 def test_nothing_fits():
@@ -181,7 +196,9 @@ class Shortage:
         return tf.errors.ResourceExhaustedError(None, None, "injected")
 
 
-def test_window_that_does_not_fit_runs_again_in_halves(data, monkeypatch):
+def test_window_that_does_not_fit_runs_again_in_smaller_pieces(
+    data, monkeypatch
+):
     given = make_trainer(Accumulation(micro_batch_size=6))
     given.fit(*data, batch_size=24, epochs=2, verbose=0)
     trainer = make_trainer(auto(UNLIMITED))
@@ -194,6 +211,38 @@ def test_window_that_does_not_fit_runs_again_in_halves(data, monkeypatch):
     assert trainer.progress.micro_batches == given.progress.micro_batches
     # The first window drew its dropout again from where it had begun.
     assert_same(trainer, given)
+
+
+def take_by_size(monkeypatch):
+    """Have micro-batches of m samples predicted to take m bytes."""
+    monkeypatch.setattr(Step, "peak_bytes", lambda _, window: window.sizes[0])
+
+
+def test_chosen_size_divides_the_batch(data, monkeypatch):
+    """Halves of 20 would be 10, 5 and 3, which leaves 2 over."""
+    take_by_size(monkeypatch)
+    trainer = make_trainer(auto(4))
+    trainer.fit(data[0][:40], data[1][:40], batch_size=20, verbose=0)
+    assert trainer.plan.micro_batch_size == 4
+    assert trainer.last_window.sizes == (4,) * 5
+
+
+def test_size_after_a_shortage_divides_the_batch(data, monkeypatch):
+    take_by_size(monkeypatch)
+    trainer = make_trainer(auto(10))
+    shortage = Shortage(monkeypatch, most=4)
+    with pytest.warns(UserWarning, match="from here on they are of"):
+        trainer.fit(data[0][:40], data[1][:40], batch_size=20, verbose=0)
+    assert shortage.failures == 2
+    assert trainer.plan.micro_batch_size == 4
+    assert trainer.last_window.sizes == (4,) * 5
+
+
+def test_batch_of_a_prime_number_is_cut_unevenly(data, monkeypatch):
+    take_by_size(monkeypatch)
+    trainer = make_trainer(auto(5))
+    trainer.fit(data[0][:17], data[1][:17], batch_size=17, verbose=0)
+    assert trainer.last_window.sizes == (5, 5, 5, 2)
 
 
 def test_other_errors_are_not_taken_for_a_shortage(data, monkeypatch):
