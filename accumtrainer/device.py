@@ -21,8 +21,22 @@ def peak_memory_bytes():
         >>> peak_memory_bytes() > 1_000_000
         True
     """
+    peak, _ = measure_peak_memory()
+    return peak
+
+
+def measure_peak_memory():
+    """Tell the most memory that has been in use so far, and of what.
+
+    Returns:
+        Pair: int, bytes; and `"device"` or `"process"`, see
+        `peak_memory_bytes`. Both are `None` where nobody says it.
+    """
     peak = make_backend().peak_memory_bytes()
-    return _peak_of_process() if peak is None else peak
+    if peak is not None:
+        return peak, "device"
+    peak = _peak_of_process()
+    return peak, None if peak is None else "process"
 
 
 @contextlib.contextmanager

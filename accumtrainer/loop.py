@@ -27,6 +27,8 @@ BATCH_STATISTICS = (
     "accumtrainer.layers.AccumulatedBatchNormalization moves them once"
 )
 
+FIRST_OF_A_SIZE = "after the first update of this size: {plan}"
+
 
 class Validation:
     """The data sets a fit is validated on.
@@ -149,23 +151,25 @@ class FitLoop:
         self._micro_batch = None
         self._checks = None
         self._callback_states = None
+        self._told_plan = None
         self._is_at_rest = False
 
     def run(self, announce):
         """Train until an end is reached.
 
         Args:
-            announce: function that is given the line saying what will
-                happen, before it happens.
+            announce: function that is given a line saying what will happen,
+                before it happens, and one where the plan has changed.
 
         Returns:
             `keras.callbacks.History`.
         """
         trainer = self._trainer
         trainer.model.stop_training = False
+        self._announce = announce
         self._begun = time.monotonic()
         self._go_to_saved_position()
-        upcoming = self._prepare(announce)
+        upcoming = self._prepare()
         self._begun = time.monotonic()
         with self._interruption.deferred(), self._dispatcher.training():
             self._callback_states = CallbackStates(self._dispatcher.callbacks)
@@ -184,7 +188,7 @@ class FitLoop:
             )
         return self._dispatcher.history
 
-    def _prepare(self, announce):
+    def _prepare(self):
         """Build what the first window needs; return the windows to come."""
         has_ended = self._saved is not None and not self._should_begin()
         upcoming = iter(()) if has_ended else self._windows()
@@ -208,11 +212,12 @@ class FitLoop:
         self._check_saved()
         is_last = self._position.epoch + 1 >= self._options.last_epoch
         is_over = self._saved is not None and is_last and not begun
-        announce(NOTHING_LEFT if is_over else self.describe(first))
+        self._told_plan = self._engine.plan
+        self._announce(NOTHING_LEFT if is_over else self.describe(first))
         count = first.micro_batches
         is_many = count > 1 and not is_over
         if is_many and plain_batch_normalizations(self._trainer.model):
-            announce(BATCH_STATISTICS.format(count=count))
+            self._announce(BATCH_STATISTICS.format(count=count))
         return itertools.chain(begun, upcoming)
 
     def _make_checks(self):
@@ -484,6 +489,7 @@ class FitLoop:
             index = self._position.windows - 1
             self._checks.check(window, epoch=self._position.epoch, index=index)
             self._run_update(index, window)
+            self._tell_of_plan()
             self._agree()
             self._validate_if_due()
             should_stop = self._should_stop()
@@ -514,6 +520,13 @@ class FitLoop:
             self._tell("on_apply", engine.progress.updates, engine.window_logs)
         logs = Logs(report.running_logs)
         self._tell("on_train_batch_end", index, logs)
+
+    def _tell_of_plan(self):
+        """Announce what a first window has shown of a size that was chosen."""
+        plan = self._engine.plan
+        if plan != self._told_plan:
+            self._told_plan = plan
+            self._announce(FIRST_OF_A_SIZE.format(plan=plan))
 
     def _tell_micro_batches(self, report, window, progress):
         """Tell of micro-batches, with `progress` as if one by one."""

@@ -4,6 +4,7 @@ import warnings
 from dataclasses import dataclass, replace
 
 from accumtrainer import errors
+from accumtrainer.device import measure_peak_memory
 from accumtrainer.memory import (
     Backup,
     largest_that_fits,
@@ -81,6 +82,7 @@ class AutoSize:
         self._backend = backend
         self._limit_bytes = limit_bytes
         self._size = self._peak_bytes = None
+        self._measured = None, None
         self._fitted = set()
 
     @property
@@ -144,6 +146,8 @@ class AutoSize:
                 self._shrink(window)
             else:
                 self._fitted.add(window.sizes)
+                if self._measured == (None, None):
+                    self._measured = measure_peak_memory()
                 return report, window
 
     def _shrink(self, window):
@@ -151,6 +155,7 @@ class AutoSize:
         before = self._size
         self._size = smaller_size(before, self._samples_per_replica(window))
         self._peak_bytes = None
+        self._measured = None, None
         warnings.warn(
             errors.TOO_LARGE.format(before=before, after=self._size),
             stacklevel=2,
@@ -161,9 +166,12 @@ class AutoSize:
 
     def complete(self, plan):
         """Return a `Plan` with what was chosen here."""
+        measured_peak_bytes, measured_of = self._measured
         return replace(
             plan,
             micro_batch_size=self._size,
             peak_bytes=self._peak_bytes,
             limit_bytes=self._limit_bytes,
+            measured_peak_bytes=measured_peak_bytes,
+            measured_of=measured_of,
         )

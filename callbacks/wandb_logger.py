@@ -120,6 +120,7 @@ class WandbLogger(Logger):
         self._best = _Best(best or {})
         self._checkpoints = log_checkpoints
         self._uploaded = None
+        self._sent_plan = None
         self._run_id = None
         self._last_updates = -1
         self._is_resumed = False
@@ -160,6 +161,7 @@ class WandbLogger(Logger):
         self._last_updates = updates
         row = {"updates": updates} | numbers
         self._send(self._wandb.log, row, self._best.update(row))
+        self._send_plan_if_changed()
         if self._last_saved() != self._uploaded:
             self._uploaded = self._last_saved()
             self.upload(self._uploaded)
@@ -227,6 +229,7 @@ class WandbLogger(Logger):
         self._background = Background("accumtrainer-wandb")
         config = describe_training(self.trainer, self.params)
         config["every"] = str(self.every)
+        self._sent_plan = config["plan"]
         self._background.do(self._begin_run, config, is_continued)
         is_typing = self._given_run is None and _is_at_a_terminal()
         self._background.wait(TYPING_SECS if is_typing else START_SECS)
@@ -285,6 +288,13 @@ class WandbLogger(Logger):
 
     def _last_saved(self):
         return self._checkpoints.last_saved if self._checkpoints else None
+
+    def _send_plan_if_changed(self):
+        """Say what has been measured since the run was started."""
+        plan = str(self.trainer.plan)
+        if plan != self._sent_plan:
+            self._sent_plan = plan
+            self._send(self._wandb.update_config, {"plan": plan})
 
     def _watch_if_due(self):
         if not self.trainer.is_due(self.watch_every, self._watched):

@@ -47,6 +47,7 @@ class WandbRun:
         self.trouble = None
         self._is_ours = run is None
         self._options = options
+        self._theirs = set()
         self._sent_before = {"updates": -1}
         self._marked = {"updates": -1}
         self._marker, self._marker_bytes = None, 0
@@ -62,17 +63,23 @@ class WandbRun:
         """
         if self.run is None:
             self.run = self._init()
-        theirs = set(self._options.get("config") or {})
+        self._theirs = set(self._options.get("config") or {})
         if not is_continued:
-            theirs |= set(self.run.config.keys())
-        self.run.config.update(
-            {k: v for k, v in config.items() if k not in theirs},
-            allow_val_change=True,
-        )
+            self._theirs |= set(self.run.config.keys())
+        self.update_config(config)
         self.run.define_metric("updates")
         self.run.define_metric("*", step_metric="updates")
         if is_resumed:
             self._sent_before = self._last_sent()
+
+    def update_config(self, config):
+        """Change the config, except for what the user wrote into it."""
+        if self.run is None:
+            return
+        self.run.config.update(
+            {k: v for k, v in config.items() if k not in self._theirs},
+            allow_val_change=True,
+        )
 
     @property
     def folder(self):

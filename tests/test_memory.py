@@ -3,11 +3,18 @@
 import numpy as np
 import pytest
 
-from accumtrainer import Accumulation, Trainer
+from accumtrainer import (
+    Accumulation,
+    Callback,
+    Trainer,
+    peak_memory_bytes,
+    sizing,
+)
 from accumtrainer.batches import Batch, window_of_rows
-from accumtrainer.callbacks import RunLog
+from accumtrainer.callbacks import Checkpoint, RunLog
 from accumtrainer.keras_api import BACKEND, keras
 from accumtrainer.memory import largest_that_fits, sizes_of, smaller_size
+from accumtrainer.steps import Plan
 from accumtrainer.steps.step import Step
 
 UNLIMITED = 2**40
@@ -243,6 +250,90 @@ def test_batch_of_a_prime_number_is_cut_unevenly(data, monkeypatch):
     trainer = make_trainer(auto(5))
     trainer.fit(data[0][:17], data[1][:17], batch_size=17, verbose=0)
     assert trainer.last_window.sizes == (5, 5, 5, 2)
+
+
+# --- What is told of it. ---
+
+
+class KeepPlans(Callback):
+    """Keeps the plans before the first update and after every one."""
+
+    def on_train_begin(self, logs=None):
+        self.plans = [self.trainer.plan]
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.plans.append(self.trainer.plan)
+
+
+def test_peak_is_measured_after_the_first_window_of_a_size(data):
+    trainer, keep = make_trainer(auto(UNLIMITED)), KeepPlans()
+    trainer.fit(*data, batch_size=24, verbose=0, callbacks=[keep])
+    before, *after = keep.plans
+    assert (before.measured_peak_bytes, before.measured_of) == (None, None)
+    assert after == [trainer.plan, trainer.plan]
+    assert 0 < trainer.plan.measured_peak_bytes <= peak_memory_bytes()
+
+
+def test_peak_on_a_processor_is_that_of_the_process(data):
+    trainer = make_trainer(auto(UNLIMITED))
+    trainer.fit(*data, batch_size=24, verbose=0)
+    assert trainer.plan.measured_of == "process"
+    # Python and the libraries alone take more than this small model.
+    assert trainer.plan.measured_peak_bytes > trainer.plan.peak_bytes
+    assert "GiB measured (process)" in str(trainer.plan)
+
+
+def test_peak_is_measured_once_for_every_size(data, monkeypatch):
+    peaks = iter([(5, "device"), (7, "device")])
+    monkeypatch.setattr(sizing, "measure_peak_memory", lambda: next(peaks))
+    trainer = make_trainer(auto(UNLIMITED))
+    trainer.fit(data[0][:36], data[1][:36], batch_size=12, verbose=0)
+    assert trainer.plan.micro_batch_size == 12
+    assert trainer.plan.measured_peak_bytes == 5
+    Shortage(monkeypatch, most=6)
+    with pytest.warns(UserWarning, match="from here on they are of 6"):
+        trainer.fit(*data, batch_size=24, verbose=0)
+    assert trainer.plan.peak_bytes is None
+    assert trainer.plan.measured_peak_bytes == 7
+
+
+def test_plan_tells_what_was_predicted_and_what_was_measured():
+    plan = Plan(
+        name="fused",
+        jit_compile=True,
+        micro_batch_size=8,
+        peak_bytes=2**29,
+        limit_bytes=2**31,
+        measured_peak_bytes=3 * 2**28,
+        measured_of="device",
+    )
+    assert str(plan) == (
+        "fused, XLA, 8 samples at a time, 0.50 of 2.00 GiB predicted, "
+        "0.75 GiB measured (device)"
+    )
+
+
+def test_measured_peak_is_printed_once(data, capsys):
+    trainer = make_trainer(auto(UNLIMITED))
+    trainer.fit(*data, batch_size=24, epochs=2, verbose=2)
+    trainer.fit(*data, batch_size=24, verbose=2)
+    lines = capsys.readouterr().out.splitlines()
+    told = [line for line in lines if line.startswith("after the first update")]
+    assert told == [f"after the first update of this size: {trainer.plan}"]
+
+
+def test_plan_of_another_run_says_nothing_of_this_memory(data, tmp_path):
+    trainer = make_trainer(auto(UNLIMITED), callbacks=[Checkpoint(tmp_path)])
+    trainer.fit(*data, batch_size=24, verbose=0)
+    again = make_trainer(Accumulation(micro_batch_size=6))
+    again.fit(*data, batch_size=24, epochs=2, verbose=0, resume_from=tmp_path)
+    assert again.progress.updates == 4
+    assert again.plan == Plan(
+        name=trainer.plan.name, jit_compile=trainer.plan.jit_compile
+    )
+
+
+# --- What does not fit. ---
 
 
 def test_other_errors_are_not_taken_for_a_shortage(data, monkeypatch):

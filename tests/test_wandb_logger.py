@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from wandb_file import written_runs
 
-from accumtrainer import Callback, Every, Trainer
+from accumtrainer import Accumulation, Callback, Every, Trainer
 from accumtrainer.callbacks import Checkpoint, KeepGradients, WandbLogger
 from accumtrainer.keras_api import BACKEND, keras
 
@@ -34,12 +34,12 @@ def away_from_home(monkeypatch, tmp_path):
 def make_trainer(cls=Trainer, **options):
     keras.utils.set_random_seed(0)
     schedule = keras.optimizers.schedules.CosineDecay(0.1, 100)
+    options = {"accumulation": 2} | options
     return cls(
         keras.Sequential([keras.Input([3]), keras.layers.Dense(1)]),
         optimizer=keras.optimizers.SGD(schedule, clipnorm=0.5),
         loss="mse",
         metrics=["mae"],
-        accumulation=2,
         seed=0,
         **options,
     )
@@ -128,6 +128,16 @@ def test_config_holds_every_option_and_what_the_user_set(written):
     assert second.config["answer"] == 42
     assert second.config["backend"] == "mine"
     assert list(first.run.tags) == ["first"]
+
+
+def test_config_holds_the_memory_measured_for_a_chosen_size(tmp_path):
+    options = {"micro_batch_size": "auto", "memory_limit_bytes": 2**40}
+    for mine in ({}, {"plan": "mine"}):
+        trainer = make_trainer(accumulation=Accumulation(**options))
+        fit(trainer, make_logger(tmp_path, config=mine))
+        expected = mine.get("plan", str(trainer.plan))
+        assert written_runs(tmp_path)[-1].config["plan"] == expected
+    assert "GiB measured" in str(trainer.plan)
 
 
 def test_summary_holds_the_last_and_the_best(written):

@@ -31,6 +31,14 @@ class Plan:
             were chosen to fit into memory; else `None`.
         peak_bytes: memory that was predicted for it, `None` if unknown.
         limit_bytes: memory it had to fit into.
+        measured_peak_bytes: most memory in use until the end of the first
+            window of that size; `None` before it, and where nobody says it.
+            What was in use earlier may count too: that window took no more.
+            On a GPU it is the memory of the fullest device. On a CPU it is
+            that of the whole process, with Python, libraries and data, of
+            which the prediction knows nothing.
+        measured_of: `"device"` or `"process"`, whose memory that is; `None`
+            while nothing is measured.
 
     Example:
         >>> str(Plan(name="fused", jit_compile=True))
@@ -43,6 +51,8 @@ class Plan:
     micro_batch_size: int | None = None
     peak_bytes: int | None = None
     limit_bytes: int | None = None
+    measured_peak_bytes: int | None = None
+    measured_of: Literal["device", "process"] | None = None
 
     def __str__(self):
         words: list[str] = [self.name]
@@ -50,9 +60,14 @@ class Plan:
             words.append("eager")
         elif self.jit_compile:
             words.append("XLA")
+        if self.micro_batch_size is not None:
+            words.append(f"{self.micro_batch_size} samples at a time")
         if self.peak_bytes is not None:
             peak, limit = self.peak_bytes / GIB, self.limit_bytes / GIB
-            words.append(f"{peak:.2f} of {limit:.2f} GiB")
+            words.append(f"{peak:.2f} of {limit:.2f} GiB predicted")
+        if self.measured_peak_bytes is not None:
+            peak = self.measured_peak_bytes / GIB
+            words.append(f"{peak:.2f} GiB measured ({self.measured_of})")
         return ", ".join(words)
 
 
