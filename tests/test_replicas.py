@@ -24,6 +24,7 @@ from accumtrainer.callbacks import (
 from accumtrainer.keras_api import BACKEND, keras, ops
 from accumtrainer.layers import AccumulatedBatchNormalization
 from accumtrainer.replicas import share_out
+from accumtrainer.steps import Step
 
 UPDATES = 20
 
@@ -473,6 +474,22 @@ def test_checkpoint_of_some_goes_on_with_others(rng, tmp_path, counts):
         trainer.fit(x, y, epochs=epochs, resume_from="auto", **options)
     assert trainer.progress.updates == whole.progress.updates == 12
     assert_close(*map(weights_of, (trainer, whole)))
+
+
+def test_size_that_fits_divides_the_rows_of_a_replica(rng, monkeypatch):
+    """Of 20 rows each, 4 at a time fit; halves would come to 3."""
+    monkeypatch.setattr(Step, "peak_bytes", lambda _, window: window.sizes[0])
+    trainer = make_trainer(
+        2,
+        make_mlp,
+        accumulation=Accumulation(
+            micro_batch_size="auto", memory_limit_bytes=2 * 4
+        ),
+    )
+    x, y = targets(rng, 40)
+    trainer.fit(x, y, batch_size=40, verbose=0)
+    assert trainer.plan.micro_batch_size == 4
+    assert trainer.last_window.sizes == (8,) * 5
 
 
 def test_start_line_tells_of_replicas(rng, capsys):
