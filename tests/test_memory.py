@@ -158,11 +158,37 @@ def chosen(data, size):
     return make_trainer(auto(peaks[size]))
 
 
-def test_chosen_size_makes_the_updates_of_the_same_size_given(data, tmp_path):
+def needs_a_compiler_that_plans():
     if BACKEND != "jax":
         reason = "what the process takes differs from trial to trial"
         print(f"Not run on {BACKEND}: {reason}.")
         pytest.skip(reason)
+
+
+@pytest.mark.parametrize("convolves", [False, True], ids=["fused", "streamed"])
+def test_memory_does_not_grow_with_the_number_of_micro_batches(rng, convolves):
+    needs_a_compiler_that_plans()
+    layers = [keras.layers.Dense(8), keras.layers.Flatten()]
+    if convolves:
+        layers.insert(0, keras.layers.Conv2D(16, 3, activation="relu"))
+    model = keras.Sequential([keras.Input([12, 12, 3]), *layers])
+    trainer = Trainer(
+        model, optimizer="adam", loss=lambda y, outputs: outputs**2
+    )
+
+    def peak(micro_batches):
+        """Predict the memory of all but the samples that wait."""
+        x = rng.normal(size=[4 * micro_batches, 12, 12, 3]).astype("float32")
+        (row,) = trainer.memory_plan((x, x[:, 0, 0]), [4]).rows
+        waiting = 0 if convolves else x.nbytes + x[:, 0, 0].nbytes
+        return row.peak_bytes - waiting
+
+    # Of each micro-batch, its loss and its weight are reported.
+    assert peak(128) == pytest.approx(peak(4), rel=0.05)
+
+
+def test_chosen_size_makes_the_updates_of_the_same_size_given(data, tmp_path):
+    needs_a_compiler_that_plans()
     trainer = chosen(data, 6)
     given = make_trainer(Accumulation(micro_batch_size=6))
     log = RunLog(tmp_path / "run.jsonl")
