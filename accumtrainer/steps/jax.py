@@ -10,6 +10,7 @@ import itertools
 import warnings
 
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import jaxpr_as_fun
 
 from accumtrainer import errors
@@ -280,6 +281,8 @@ class JaxBackend:
         changed = sorted(set().union(*map(changed_positions, traced)))
 
         def branch(closed):
+            closed = closed.replace(consts=[_in_rows(c) for c in closed.consts])
+
             def run(arrays):
                 known = list(current)
                 for position, array in zip(changed, arrays, strict=True):
@@ -365,6 +368,18 @@ class JaxBackend:
             return
         self._has_warned = True
         warnings.warn(errors.MANY_SHAPES.format(shapes=shapes), stacklevel=2)
+
+
+def _in_rows(array):
+    """Lay an array out as the arrays that a program is given are.
+
+    A gradient comes in the layout of the product that made it. A branch would
+    be given it so, while the norm wants it otherwise: it would be written
+    twice, and copied in the branch.
+    """
+    if not isinstance(array, jax.core.Tracer) or array.ndim < 2:
+        return array
+    return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
 
 
 def _primitives(jaxpr):

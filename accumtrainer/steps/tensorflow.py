@@ -41,6 +41,8 @@ class TensorFlowBackend:
         self.processes = self._devices.processes
         self.is_chief = self._devices.is_chief
         self._jit_compile = False
+        # Whether what is being traced is for XLA.
+        self._is_for_xla = False
 
     def trace(self, function, batch):
         """Run a function on abstract tensors like a batch of arrays.
@@ -79,7 +81,12 @@ class TensorFlowBackend:
         if self.replicas > 1:
             # XLA compiles what a replica runs, see `TensorFlowReplicas.sum`.
             self._jit_compile, jit_compile = jit_compile, False
-        return Compiled(function, jit_compile)
+
+        def traced(*arguments):
+            self._is_for_xla = jit_compile
+            return function(*arguments)
+
+        return Compiled(traced, jit_compile)
 
     def gather(self, numbers):
         """Let every process know the n numbers of all, `[processes, n]`."""
@@ -201,16 +208,27 @@ class TensorFlowBackend:
             variable.value.assign_add(gradient)
 
     def cond(self, predicate, true_fn, false_fn):
-        """Run one of two functions that change variables."""
+        """Run one of two functions that change variables.
+
+        The first of them is the one that does much.
+        """
 
         def without_result(function):
-            def run():
+            def run(*_):
                 function()
-                return tf.constant(0)
+                return tf.constant(False)
 
             return run
 
-        tf.cond(predicate, without_result(true_fn), without_result(false_fn))
+        first, second = map(without_result, (true_fn, false_fn))
+        if self._is_for_xla:
+            # Of branches that only compute, XLA runs both and selects, for
+            # which whatever they change must exist twice. It leaves loops as
+            # they are: this one runs once or not at all.
+            tf.while_loop(lambda pending: pending, first, [predicate])
+            tf.cond(predicate, lambda: tf.constant(False), second)
+        else:
+            tf.cond(predicate, first, second)
 
     def scan(self, body, stacked, length, carry=(), dtypes="float32"):
         """Run `body(index, item, carry)` over the first axis, in order.
