@@ -85,16 +85,22 @@ def _unit_norms(tensor):
     return ops.sqrt(ops.sum(ops.square(tensor), axis=axes, keepdims=True))
 
 
-def global_norm(gradients):
+def sum_of_squares(gradient):
+    """Add up the squares of a tensor."""
+    return ops.sum(ops.square(gradient))
+
+
+def global_norm(gradients, sum_of_squares=sum_of_squares):
     """Compute the norm of all gradients together.
 
     Args:
         gradients: list of at least one tensor, float32.
+        sum_of_squares: function of one of them, a scalar tensor, float32.
 
     Returns:
         Scalar tensor, float32.
     """
-    squares = [ops.sum(ops.square(g)) for g in gradients]
+    squares = list(map(sum_of_squares, gradients))
     return ops.sqrt(sum(squares[1:], start=squares[0]))
 
 

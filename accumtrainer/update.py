@@ -76,7 +76,8 @@ class Update:
         )
         # The norm of what is yet to be divided, since dividing where the
         # optimizer reads it spares memory a pass.
-        norm = ops.divide_no_nan(global_norm(sums), divisor)
+        norm = global_norm(sums, self._backend.sum_of_squares)
+        norm = ops.divide_no_nan(norm, divisor)
         is_finite = ops.isfinite(norm)
         hooks._log_book.open()
         gradients = None
@@ -246,5 +247,10 @@ class Update:
 
 
 def _divide(sums, divisor):
-    """Divide the sums of gradients by what their weights add up to."""
-    return [ops.divide_no_nan(total, divisor) for total in sums]
+    """Divide the sums of gradients by what their weights add up to.
+
+    A product costs so little that it is computed wherever it is read, while
+    the quotients of large gradients would be written to memory first.
+    """
+    factor = ops.divide_no_nan(1.0, divisor)
+    return [total * factor for total in sums]

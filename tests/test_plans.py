@@ -212,6 +212,48 @@ def test_xla_changes_nothing_but_rounding(monkeypatch, plan):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_xla_applies_a_large_gradient_or_puts_all_back(is_finite):
+    # Where XLA adds up the squares of a gradient row by row, and some remain.
+    model = keras.Sequential(
+        [
+            keras.Input([6]),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(311),
+            keras.layers.Dense(997, use_bias=False),
+        ]
+    )
+    trainer = Trainer(
+        model,
+        optimizer=keras.optimizers.SGD(1.0),
+        loss="mse",
+        metrics=["mae"],
+        accumulation=2,
+        jit_compile=True,
+    )
+    y = np.zeros([6, 997], "float32")
+    y[4] = 1.0 if is_finite else np.inf
+    before = [numbers(v) for v in model.variables]
+    logs = Applied()
+    trainer.fit(X[:6], y, batch_size=3, verbose=0, callbacks=[logs])
+    changes = {
+        v.path: numbers(v) - old
+        for v, old in zip(model.variables, before, strict=True)
+    }
+    assert trainer.progress.updates == is_finite
+    if not is_finite:
+        assert not any(np.any(change) for change in changes.values())
+        return
+    assert all(np.any(change) for change in changes.values())
+    squares = [
+        np.sum(np.square(changes[v.path], dtype="float64"))
+        for v in model.trainable_variables
+    ]
+    norm = np.sqrt(sum(squares))
+    (window,) = logs.logs
+    assert window["gradient_norm"] == pytest.approx(norm, rel=1e-4)
+
+
 @pytest.mark.parametrize("plan", ["fused", "streamed"])
 def test_equal_windows_are_traced_once(monkeypatch, plan):
     use_plan(monkeypatch, plan)

@@ -257,6 +257,10 @@ class JaxBackend:
         """Add a gradient to a Keras variable."""
         variable.assign(self.add(variable.value, gradient))
 
+    def sum_of_squares(self, gradient):
+        """Add up the squares of an array, float32."""
+        return jax.numpy.sum(jax.numpy.square(gradient))
+
     def cond(self, predicate, true_fn, false_fn):
         """Run one of two functions that change variables.
 

@@ -17,6 +17,10 @@ from accumtrainer.steps.tensorflow_fit import next_batch, next_batches
 from accumtrainer.steps.tensorflow_memory import Peak
 from accumtrainer.steps.tensorflow_replicas import TensorFlowReplicas
 
+# How many squares are added up side by side, and from how many rows on.
+ROW = 12_800
+ROWS_WORTH_A_LOOP = 20
+
 
 class TensorFlowBackend:
     """The functions of a backend, on TensorFlow.
@@ -206,6 +210,30 @@ class TensorFlowBackend:
             variable.value.scatter_add(gradient)
         else:
             variable.value.assign_add(gradient)
+
+    def sum_of_squares(self, gradient):
+        """Add up the squares of a tensor, float32.
+
+        On a CPU, XLA writes the squares of a large one to memory, and adds
+        them up window by window; rows that are added to one row stay near.
+        """
+        size = gradient.shape.num_elements()
+        rows = size // ROW
+        if (
+            not self._is_for_xla
+            or self.has_accelerator()
+            or rows < ROWS_WORTH_A_LOOP
+        ):
+            return tf.reduce_sum(tf.square(gradient))
+        flat = tf.reshape(gradient, [-1])
+        table = tf.reshape(flat[: rows * ROW], [rows, ROW])
+        _, total = tf.while_loop(
+            lambda row, total: row < rows,
+            lambda row, total: (row + 1, total + tf.square(table[row])),
+            [tf.constant(0), tf.zeros([ROW])],
+        )
+        rest = tf.square(flat[rows * ROW :])
+        return tf.reduce_sum(total) + tf.reduce_sum(rest)
 
     def cond(self, predicate, true_fn, false_fn):
         """Run one of two functions that change variables.
