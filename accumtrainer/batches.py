@@ -4,7 +4,7 @@ Pure NumPy: the compiled steps turn the arrays into their own tensors.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,12 +38,15 @@ class Window:
         stacked: `Batch` with leaves of shape `[k, m, ...]`, when all k
             micro-batches have the same shapes.
         parts: tuple of k `Batch`es otherwise, leaves of shape `[m_i, ...]`.
-        sizes: samples in each of the k micro-batches.
+        sizes: samples in each of the k micro-batches, of all processes.
+        processes: how many processes have a share of the samples, of equal
+            shapes; the arrays hold this one's. 1 where they hold all.
     """
 
     stacked: Batch | None
     parts: tuple[Batch, ...] | None
     sizes: tuple[int, ...]
+    processes: int = 1
 
     @property
     def micro_batches(self):
@@ -75,6 +78,19 @@ class Window:
             for i in range(self.micro_batches)
         )
 
+    def as_share(self, processes):
+        """Say that each of several processes has a window like this one.
+
+        Returns:
+            `Window` of them all.
+
+        Example:
+            >>> window_of_rows(Batch(np.arange(6)), (4, 2)).as_share(2).sizes
+            (8, 4)
+        """
+        sizes = tuple(size * processes for size in self.sizes)
+        return replace(self, sizes=sizes, processes=processes)
+
     def recut(self, micro_batch_size):
         """Cut the same samples into micro-batches of another size.
 
@@ -93,9 +109,9 @@ class Window:
             joined = map_leaves(
                 lambda *rows: np.concatenate(rows), joined, *others
             )
-        return window_of_rows(
-            joined, slice_sizes(self.samples, micro_batch_size)
-        )
+        count = self.processes
+        sizes = slice_sizes(self.samples // count, micro_batch_size // count)
+        return window_of_rows(joined, sizes).as_share(count)
 
 
 def map_leaves(function, *nests):

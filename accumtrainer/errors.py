@@ -62,10 +62,52 @@ NOT_WITH_REPLICAS = (
     "the strategy or distribution."
 )
 
-LOADER_OF_PROCESSES = (
-    "x must be arrays where several processes train together, the same ones in "
-    "each. Received: {x}. Give arrays, memory-mapped ones (numpy.memmap) if "
-    "they are large."
+REPLICA_OF_PROCESSES = (
+    "x must be arrays where one replica of the model is in several processes, "
+    "the same ones in each. Received: a loader, which yields a share for each "
+    "process. Give arrays, memory-mapped ones (numpy.memmap) if they are "
+    "large, or a mesh that splits batches by process before anything else."
+)
+
+UNEQUAL_SHARES = (
+    "Loaders of several processes must yield as many batches in each, of the "
+    "same shapes and types. Received: {received}, after batch {batch} of epoch "
+    "{epoch}. Pad or leave out what is left over (drop_remainder=True), or "
+    "give steps_per_epoch, for which loaders begin again."
+)
+
+UNDIVIDED_SHARE = (
+    "Each process's part of a micro-batch must divide evenly among its "
+    "{devices} devices, where it has a loader of its own. Received: {size} "
+    "samples, at batch {batch} of epoch {epoch}. Yield batches of a multiple "
+    "of {devices} samples, and pad or leave out what is left over "
+    "(drop_remainder=True)."
+)
+
+FAILED_ELSEWHERE = (
+    "The data of every process must be usable, since none can go on alone. "
+    "Received: an error in process {process}, whose own output says what it "
+    "is. Repair that."
+)
+
+OTHER_EVALUATION = (
+    "A loader of data to evaluate must yield the same in every process, not a "
+    "share. Received: {received}, at batch {batch}. Give every process all of "
+    "the data, in the same order."
+)
+
+OTHER_PROCESSES = (
+    "Loaders must go on in as many processes as before, which have a share "
+    "each. Received: data shared out among {now}, and among {before} when the "
+    "run was saved. Start {before}, or begin an epoch after "
+    "trainer.restore(path)."
+)
+
+CARRIED_SHARE = (
+    "A run whose loaders yield shares cannot go on amid a tail that is "
+    "carried on. Received: a checkpoint made while one was carried into epoch "
+    "{epoch}, which holds the chief's share alone. Go on from a checkpoint "
+    "made later in that epoch, or train with tail='flush' or 'drop'."
 )
 
 INSPECTION_OF_PROCESSES = (

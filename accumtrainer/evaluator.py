@@ -6,6 +6,7 @@ from accumtrainer.batches import Batch
 from accumtrainer.callback import Logs
 from accumtrainer.evaluation import EvaluationProgram
 from accumtrainer.keras_api import tree
+from accumtrainer.process_sources import items_of_all
 from accumtrainer.steps import EvaluationStep, should_compile_evaluation
 
 
@@ -49,8 +50,9 @@ class Evaluator:
             Dict of numbers.
         """
         is_first = True
+        items = items_of_all(source, self._backend)
         with dispatcher.testing():
-            for index, item in enumerate(source.iterate(0)):
+            for index, item in enumerate(items):
                 dispatcher.call("on_test_batch_begin", index, {})
                 for batch in self._slice(source, item, rows_per_pass):
                     self._step.run(batch, is_first=is_first)
@@ -76,8 +78,9 @@ class Evaluator:
             Nest of NumPy arrays, one row per sample.
         """
         outputs = []
+        items = items_of_all(source, self._backend)
         with dispatcher.predicting():
-            for index, item in enumerate(source.iterate(0)):
+            for index, item in enumerate(items):
                 dispatcher.call("on_predict_batch_begin", index, {})
                 for batch in self._slice(source, item, rows_per_pass):
                     predicted = self._step.predict(Batch(batch.x))

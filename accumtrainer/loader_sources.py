@@ -124,7 +124,7 @@ class PyDatasetSource(Source):
             return
         index = next(self._indices(position.epoch, position.batches - 1))
         item = _read(self._dataset[index], self._class_weight)
-        if fingerprint(item) != position.last:
+        if position.last not in (None, fingerprint(item)):
             warnings.warn(errors.BATCH_HAS_CHANGED, stacklevel=2)
 
     def window(self, items, micro_batch_size):

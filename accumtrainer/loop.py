@@ -13,6 +13,7 @@ from accumtrainer.fit_options import check_steps
 from accumtrainer.input_checks import InputChecks
 from accumtrainer.layers import plain_batch_normalizations
 from accumtrainer.position import Position, windows
+from accumtrainer.process_sources import check_processes
 from accumtrainer.progress import Progress
 from accumtrainer.signals import Interruption
 from accumtrainer.snapshot import blank
@@ -197,8 +198,7 @@ class FitLoop:
         self._micro_batch = first.split()[0]
         if begun and self._options.check_inputs and self._trainer.model.built:
             # Run eagerly, the preparation computes with these numbers.
-            epoch = self._position.epoch
-            self._make_checks().check(first, epoch=epoch, index=0)
+            self._check(first, self._make_checks(), index=0)
         self._engine.prepare(
             first,
             like=self._saved,
@@ -226,6 +226,13 @@ class FitLoop:
             self._micro_batch,
             numbers=self._options.check_inputs,
         )
+
+    def _check(self, window, checks, index):
+        """Refuse a window that is wrong, or whose other shares are."""
+        # Shares have the same sizes; numbers can be wrong in one alone.
+        is_alone = not self._options.check_inputs
+        with contextlib.nullcontext() if is_alone else self._source.together():
+            checks.check(window, epoch=self._position.epoch, index=index)
 
     # Going on from a snapshot.
 
@@ -255,6 +262,7 @@ class FitLoop:
             self._before = Progress()
             return
         self._position = Position.of_state(saved.position)
+        check_processes(self._source, saved.source)
         self._source.go_to(
             self._position,
             saved.source,
@@ -487,7 +495,7 @@ class FitLoop:
         for window in self._engine.waiting_for(upcoming):
             self._is_at_rest = False
             index = self._position.windows - 1
-            self._checks.check(window, epoch=self._position.epoch, index=index)
+            self._check(window, self._checks, index)
             self._run_update(index, window)
             self._tell_of_plan()
             self._agree()

@@ -50,7 +50,8 @@ def share_out(window, replicas):
         replicas: int.
 
     Returns:
-        `Shares`.
+        `Shares`; of a window that processes have shares of, those of this
+        process's replicas.
 
     Example:
         >>> from accumtrainer.batches import window_of_rows
@@ -64,14 +65,15 @@ def share_out(window, replicas):
     if window.is_even and window.sizes[0] % replicas == 0:
         return Shares((window.stacked,), ())
     parts = window.split()
+    own = replicas // window.processes
     shares = [size // replicas for size in window.sizes]
     split, copied = [], []
     for part, share in zip(parts, shares, strict=True):
         if share:
-            split.append(_rows(part, 0, share * replicas))
+            split.append(_rows(part, 0, share * own))
         # What a replica has memory for.
         size = max(*shares, 1)
-        for start in range(share * replicas, count_samples(part), size):
+        for start in range(share * own, count_samples(part), size):
             copied.append(_rows(part, start, start + size))
     return Shares(_stack_alike(split), _stack_alike(copied))
 

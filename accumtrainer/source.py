@@ -1,6 +1,7 @@
 """The interface of everything that batches are taken from."""
 
 import abc
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ class Source(abc.ABC):
         is_one_shot: whether the data can be iterated only once, so that
             epochs share it and several need `steps_per_epoch`.
         is_endless: whether an epoch is known never to end.
+        processes: how many processes have a share each of the batches; 1
+            where all are given the same.
     """
 
     batches_per_epoch: Any = None  # a property where it can change
@@ -26,6 +29,11 @@ class Source(abc.ABC):
     batch_size: int | None = None
     is_one_shot: bool = False
     is_endless: bool = False
+    processes: int = 1
+
+    def together(self):
+        """Make a context that fails everywhere if it fails in one process."""
+        return contextlib.nullcontext()
 
     @abc.abstractmethod
     def iterate(self, epoch, start=0):

@@ -2,7 +2,6 @@
 
 import math
 
-from accumtrainer import errors
 from accumtrainer.array_source import ArraySource
 from accumtrainer.callback import (
     Dispatcher,
@@ -34,6 +33,7 @@ from accumtrainer.hooks import (
 )
 from accumtrainer.keras_api import keras
 from accumtrainer.loop import FitLoop, Validation, updates_in_epoch
+from accumtrainer.process_sources import ShareSource
 from accumtrainer.progress_bar import make_progress_bar
 from accumtrainer.saving import check_same, find_saved, take_snapshot
 from accumtrainer.source import check_ends
@@ -232,7 +232,10 @@ class Trainer(Hooks):
 
     @property
     def last_window(self):
-        """The `Window` that was run last, on the host; `None` before one."""
+        """The `Window` that was run last, on the host; `None` before one.
+
+        Where processes have a share of it each, its arrays are this one's.
+        """
         return self._engine.last_window
 
     @property
@@ -331,7 +334,8 @@ class Trainer(Hooks):
 
         Args:
             x: arrays or nests of them, `keras.utils.PyDataset`, a tf.data
-                dataset, or any iterable of batches.
+                dataset, or any iterable of batches. Several processes are
+                given the same arrays; of anything else each yields its share.
             y: targets, where x is arrays.
             batch_size: samples per loader batch, default 32.
             epochs: passes over the data, default 1, or unlimited with
@@ -339,8 +343,8 @@ class Trainer(Hooks):
             verbose: 0, 1, 2 or `"auto"`.
             callbacks: further callbacks, for this call.
             validation_split: fraction of the arrays kept for validation.
-            validation_data: `(x, y)` or what `x` may be; a dict of these
-                validates on several named sets.
+            validation_data: `(x, y)` or what `x` may be, the same in every
+                process; a dict of these validates on several named sets.
             shuffle: whether arrays are shuffled each epoch.
             class_weight: dict from class to weight.
             sample_weight: weights of the samples, where x is arrays.
@@ -412,12 +416,13 @@ class Trainer(Hooks):
             class_weight=class_weight,
             steps=overfit_batches or steps_per_epoch,
         )
-        if self._engine.processes > 1 and not isinstance(source, ArraySource):
-            raise TypeError(errors.LOADER_OF_PROCESSES.format(x=type(x)))
+        is_loader = not isinstance(source, ArraySource)
         if not options.may_end_amid_epoch and not overfit_batches:
             check_ends(source, "steps_per_epoch", ", or max_updates")
         if overfit_batches:
             source = FirstBatches(source, overfit_batches)
+        if self._engine.processes > 1 and is_loader:
+            source = ShareSource(source, self._engine)
         validation = Validation(
             validation_data,
             batch_size=(
@@ -536,7 +541,8 @@ class Trainer(Hooks):
         """Compute the loss and the metrics of some data.
 
         Args:
-            x: what `fit` takes.
+            x: what `fit` takes. Several processes evaluate together, and are
+                all given the same.
             y: targets, where x is arrays.
             batch_size: samples per loader batch, default 32.
             verbose: 0, 1, 2 or `"auto"`.
@@ -568,7 +574,7 @@ class Trainer(Hooks):
         """Compute the predictions for some data.
 
         Args:
-            x: what `fit` takes; targets in it are ignored.
+            x: what `fit` takes, as for `evaluate`; targets in it are ignored.
             batch_size: samples per loader batch, default 32.
             verbose: 0, 1, 2 or `"auto"`.
             steps: loader batches to take.

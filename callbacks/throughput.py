@@ -30,7 +30,8 @@ class Throughput(Callback):
     Args:
         every: `Every`, how often to take the numbers; default 10 updates.
         tokens: function from a `Batch` of NumPy arrays, one micro-batch as
-            the source yields it, to the number of its tokens.
+            the source yields it, to the number of its tokens. Where
+            processes have a share each, this one's are counted.
 
     Raises:
         TypeError: `every` is no `Every`, or `tokens` is no function.

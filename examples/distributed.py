@@ -11,8 +11,9 @@ process would:
 
 On several machines give `--address` the name of the first one. Each process
 uses all devices it sees. Every one is given the same arrays and takes its
-share; process 0 alone prints and saves. With `--checkpoints`, a folder all
-processes can read, a run that was broken off goes on where it was.
+share; a loader would yield its process's share. Process 0 alone prints and
+saves. With `--checkpoints`, a folder all processes can read, a run that was
+broken off goes on where it was.
 """
 
 import argparse

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,14 +12,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import shares_run
 
+from accumtrainer import Accumulation, errors
 from accumtrainer.keras_api import keras
 
+SHARES = Path(__file__).with_name("shares_run.py")
 EXAMPLE = Path(__file__).parent.parent / "examples" / "distributed.py"
 
 # Until others notice that a process is gone; that is no limit on the test's
 # own time, but what the claim is about.
 BOUND_SECS = 200
+
+# After which processes that wait for each other are given up.
+HANGING_SECS = 600
 
 
 def free_port():
@@ -34,15 +41,21 @@ def free_port():
 
 def start(count, *arguments):
     """Start the example in so many processes, each with a log of its own."""
+    return start_script(EXAMPLE, count, "--processes", str(count), *arguments)
+
+
+def start_script(script, count, *arguments):
+    """Start a script in so many processes, and tell each which it is."""
     # The example runs as users run it.
     strict = {"JAX_NUMPY_DTYPE_PROMOTION", "XLA_FLAGS"}
-    environment = {k: v for k, v in os.environ.items() if k not in strict}
+    left_out = strict if script == EXAMPLE else ()
+    environment = {k: v for k, v in os.environ.items() if k not in left_out}
     port = free_port()
     return [
         subprocess.Popen(
             [
-                *(sys.executable, EXAMPLE, "--processes", str(count)),
-                *("--process", str(index), "--port", str(port), *arguments),
+                *(sys.executable, script, *arguments),
+                *("--process", str(index), "--port", str(port)),
             ],
             env=environment,
             stdout=subprocess.PIPE,
@@ -53,9 +66,16 @@ def start(count, *arguments):
     ]
 
 
-def finish(processes):
+def finish(processes, timeout_secs=None):
     """Wait for processes, and return their exit codes and what they said."""
-    outputs = [process.communicate()[0] for process in processes]
+    outputs = []
+    for process in processes:
+        try:
+            outputs.append(process.communicate(timeout=timeout_secs)[0])
+        except subprocess.TimeoutExpired:
+            for each in processes:
+                each.kill()
+            outputs.append(process.communicate()[0])
     return [process.returncode for process in processes], outputs
 
 
@@ -129,3 +149,67 @@ def test_killed_process_stops_the_others_and_the_run_goes_on(tmp_path):
     assert f"Epoch {int(epochs) - 1}/{epochs}" not in chief
     run(1, "--epochs", epochs, "--save", str(tmp_path / "alone.keras"))
     assert_close(weights(path), weights(tmp_path / "alone.keras"))
+
+
+# --- Loaders that yield a share. ---
+
+
+@pytest.fixture(scope="module")
+def shares(tmp_path_factory):
+    """Give the folder in which two processes left what they ended with."""
+    folder = tmp_path_factory.mktemp("shares")
+    processes = start_script(SHARES, shares_run.PROCESSES, str(folder))
+    codes, outputs = finish(processes, HANGING_SECS)
+    assert not any(codes), outputs
+    return folder
+
+
+@pytest.mark.parametrize("case", shares_run.TRAINED)
+def test_loaders_of_shares_make_the_updates_of_one_device(
+    shares, tmp_path, case
+):
+    with np.load(shares / f"{case}.npz") as file:
+        ours = list(file.values())
+    assert_close(ours, shares_run.train_alone(case, tmp_path))
+
+
+ENDED = r"2 micro-batches of 8 samples in process 0, nothing more in process 1"
+SIZES = r"batches of 8 samples in process 0, .* of 6 samples in process 1"
+ELSEWHERE = r"DataError: .* an error in process 1"
+
+
+@pytest.mark.parametrize(
+    ("case", "chief", "other"),
+    [
+        ("unequal_length", ENDED, ENDED),
+        ("unequal_sizes", SIZES, SIZES),
+        ("failure", ELSEWHERE, "OSError: the disk is gone"),
+        ("number", ELSEWHERE, "DataError: x must be finite .*: nan in row 1"),
+        ("share_of_validation", *["must yield the same in every process"] * 2),
+        ("carried", *["a tail that is carried on"] * 2),
+        ("undivided", *["among its 2 devices.* Received: 3 samples"] * 2),
+        ("replica_of_processes", *["ValueError: x must be arrays where"] * 2),
+    ],
+)
+def test_what_one_process_cannot_do_alone_is_an_error_in_all(
+    shares, case, chief, other
+):
+    if case in shares_run.NEED_TWO_DEVICES and not shares_run.TWO_DEVICES:
+        reason = "TensorFlow has one device in a process without GPUs"
+        print(f"Not run: {reason}.")
+        pytest.skip(reason)
+    assert re.search(chief, (shares / f"{case}-0.txt").read_text())
+    assert re.search(other, (shares / f"{case}-1.txt").read_text())
+
+
+def test_shares_go_on_in_as_many_processes(shares):
+    trainer = shares_run.make_trainer(
+        contextlib.nullcontext, accumulation=Accumulation(steps=2)
+    )
+    with pytest.raises(errors.DataError, match="among 1, and among 2 when"):
+        trainer.fit(
+            shares_run.Loader([8] * 6),
+            epochs=4,
+            verbose=0,
+            resume_from=str(shares / "saved"),
+        )

@@ -553,3 +553,10 @@ def test_rows_are_split_evenly_or_copied(sizes, replicas, split, copied):
     assert [batch.x.shape for batch in shares.copied] == copied
     found = [b.x.ravel() for b in (*shares.split, *shares.copied)]
     assert sorted(np.concatenate(found).tolist()) == rows.tolist()
+
+
+def test_process_shares_out_its_share_among_its_own_replicas():
+    window = window_of_rows(Batch(np.arange(10)), (4, 4, 2)).as_share(3)
+    shares = share_out(window, 6)
+    assert [batch.x.shape for batch in shares.split] == [(2, 4), (1, 2)]
+    assert not shares.copied

@@ -36,6 +36,7 @@ MODULE_ORDER = (
     "array_source",
     "loader_sources",
     "sources",
+    "process_sources",
     "losses",
     "accumulation",
     "loss_scale",

@@ -10,6 +10,8 @@ import pytest
 from accumtrainer import errors
 from accumtrainer.batches import Batch
 from accumtrainer.keras_api import BACKEND, keras, ops
+from accumtrainer.position import Position
+from accumtrainer.process_sources import ShareSource
 from accumtrainer.sources import (
     ArraySource,
     IterableSource,
@@ -414,6 +416,78 @@ def test_pydataset_that_empties_itself_is_reported_with_its_epoch():
     dataset.length = 0
     with pytest.raises(errors.DataError, match="none in epoch 1"):
         epoch_of(source, 1)
+
+
+# --- Shares of several processes. ---
+
+
+def share_of(source, *, is_chief):
+    """Make the source of one of two processes, the other doing the same."""
+    engine = types.SimpleNamespace(
+        processes=2,
+        replicas=4,
+        is_chief=is_chief,
+        gather=lambda numbers: np.array([numbers, numbers]),
+    )
+    return ShareSource(source, engine)
+
+
+def test_share_counts_the_samples_of_all_processes():
+    share = share_of(make_source([(np.arange(6),)]), is_chief=True)
+    window = share.window(list(share.iterate(0)), 8)
+    assert window.sizes == (8, 4)
+    assert [len(batch.x) for batch in window.split()] == [4, 2]
+    assert window.recut(4).sizes == (4, 4, 4)
+    assert [len(batch.x) for batch in window.recut(4).split()] == [2, 2, 2]
+
+
+class Placed:
+    """Yields numbers; knows its place, as Grain's iterators do."""
+
+    def __init__(self):
+        self.next = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.next += 1
+        return (np.array([self.next - 1, 0]),)
+
+    def get_state(self):
+        return self.next
+
+    def set_state(self, state):
+        self.next = state
+
+
+def test_share_goes_to_its_place_by_the_number_of_batches():
+    share = share_of(make_source(Placed(), steps=3), is_chief=True)
+    items = share.iterate(0)
+    position = Position()
+    for _ in range(2):
+        position.take(next(items))
+    state = share.get_state()
+    assert state == {"processes": 2, "taken": 2}
+    position = Position.of_state(position.get_state())
+    for is_chief in (True, False):
+        again = share_of(make_source(Placed(), steps=3), is_chief=is_chief)
+        with pytest.raises(errors.DataError, match="fast_forward"):
+            again.go_to(position, state, fast_forward=False)
+        again.go_to(position, state, fast_forward=True)
+        assert next(again.iterate(0, 2)).x[0] == 2
+
+
+def test_only_the_chief_knows_its_last_batch_again():
+    position = Position(batches=1, last="that of the chief")
+    state = share_of(make_source(Rows(3)), is_chief=True).get_state()
+    share_of(make_source(Rows(3)), is_chief=False).go_to(
+        position, state, fast_forward=False
+    )
+    with pytest.warns(UserWarning, match="is not the one"):
+        share_of(make_source(Rows(3)), is_chief=True).go_to(
+            position, state, fast_forward=False
+        )
 
 
 def test_validation_split_takes_the_last_samples():

@@ -138,9 +138,9 @@ class JaxBackend:
         """
         return contextlib.nullcontext()
 
-    def place(self, shares):
+    def place(self, shares, *, is_own=False):
         """Put the rows of a window, `Shares`, where their replicas are."""
-        return self._devices.place(shares)
+        return self._devices.place(shares, is_own=is_own)
 
     def spread(self, batch):
         """Put the rows of a batch on several devices, if that can be."""

@@ -4,12 +4,15 @@ An array of the whole mesh is either split, each replica having some of its
 rows, or copied, each having all of them.
 """
 
+import functools
+
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
+from accumtrainer import errors
 from accumtrainer.steps.jax_programs import scope_of
 
 
@@ -50,15 +53,22 @@ class JaxReplicas:
         """
         return multihost_utils.process_allgather(np.asarray(numbers, "float32"))
 
-    def place(self, shares):
+    def place(self, shares, *, is_own=False):
         """Put the rows of a window where their replicas are.
 
         Args:
             shares: `Shares` of arrays.
+            is_own: whether each process has the rows of its own replicas,
+                not those of all.
 
         Returns:
             `Shares` of arrays of the whole mesh.
+
+        Raises:
+            ValueError: `is_own`, and a replica is in several processes.
         """
+        if is_own:
+            return shares._replace(split=self._put_own(shares.split))
         return type(shares)(
             self._put(shares.split, self._rows_of_shares),
             self._put(shares.copied, Spec()),
@@ -119,6 +129,25 @@ class JaxReplicas:
     @property
     def _rows_of_shares(self):
         return Spec(None, self._axis)
+
+    def _put_own(self, nest):
+        """Put arrays of which each process has its own rows `[k, m, ...]`."""
+        if self._has_replica_of_processes:
+            raise ValueError(errors.REPLICA_OF_PROCESSES)
+        sharding = NamedSharding(self._mesh, self._rows_of_shares)
+        return jax.tree.map(
+            functools.partial(jax.make_array_from_process_local_data, sharding),
+            nest,
+        )
+
+    @functools.cached_property
+    def _has_replica_of_processes(self):
+        axis = self._mesh.axis_names.index(self._axis)
+        replicas = np.moveaxis(self._mesh.devices, axis, 0)
+        return any(
+            len({device.process_index for device in devices}) > 1
+            for devices in replicas.reshape(self.count, -1)
+        )
 
     def _put(self, nest, spec):
         """Put arrays that all processes have onto the devices."""

@@ -173,12 +173,15 @@ class Step:
             `Report`.
         """
         if self._backend.replicas > 1:
-            shares = share_out(window, self._backend.replicas)
-            shares = self._backend.place(shares)
+            shares = self._share_out(window)
             return self._run_fused(self._program.run_shares, shares)
         if window.is_even and self._is_fused(window):
             return self._run_fused(self._program.run_window, window.stacked)
         return self._run_streamed(window)
+
+    def _share_out(self, window):
+        shares = share_out(window, self._backend.replicas)
+        return self._backend.place(shares, is_own=window.processes > 1)
 
     def _is_fused(self, window):
         # Nothing loops over a single micro-batch.
@@ -212,7 +215,7 @@ class Step:
                 lambda: self.gradients(window), program.variables
             )
         if backend.replicas > 1:
-            shares = backend.place(share_out(window, backend.replicas))
+            shares = self._share_out(window)
             return self._fused_function(program.run_shares).peak_bytes(shares)
         if window.is_even and self._is_fused(window):
             fused = self._fused_function(program.run_window)

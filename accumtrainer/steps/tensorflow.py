@@ -100,9 +100,9 @@ class TensorFlowBackend:
         """Make a scope in which variables have a copy on every replica."""
         return self._devices.scope()
 
-    def place(self, shares):
-        """Leave a window where it is; every replica takes its share."""
-        return shares
+    def place(self, shares, *, is_own=False):
+        """Take the rows of a window, `Shares`, that this process needs."""
+        return shares if is_own else self._devices.own(shares)
 
     def spread(self, batch):
         """Leave a batch where it is; one replica computes with it."""

@@ -1,7 +1,7 @@
 """Several devices and processes of TensorFlow: who has what, what they add up.
 
-Variables have a copy on every replica. Of a window every replica takes its
-share by itself.
+Variables have a copy on every replica. Of the rows of a window that its process
+has, every replica takes its share by itself.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import functools
 import numpy as np
 import tensorflow as tf
 
+from accumtrainer.batches import map_leaves
 from accumtrainer.keras_api import keras, tree
 
 
@@ -60,7 +61,28 @@ class TensorFlowReplicas:
             every = self._strategy.run(tf.identity, (rows,))
             return self._strategy.reduce("SUM", every, axis=None)
 
-        return tf.function(add_up, autograph=False)
+        # Traced once, however many numbers there are.
+        signature = [tf.TensorSpec([self.processes, None])]
+        return tf.function(add_up, autograph=False, input_signature=signature)
+
+    def own(self, shares):
+        """Take the rows that this process's replicas run.
+
+        Args:
+            shares: `Shares` of arrays of all replicas.
+
+        Returns:
+            `Shares` of arrays.
+        """
+        if self.processes == 1:
+            return shares
+
+        def take(leaf):
+            size = leaf.shape[1] // self.processes
+            return leaf[:, self._index * size : (self._index + 1) * size]
+
+        split = tuple(map_leaves(take, batch) for batch in shares.split)
+        return shares._replace(split=split)
 
     def scope(self):
         """Make a scope in which variables have a copy on every replica."""
@@ -76,7 +98,7 @@ class TensorFlowReplicas:
         Args:
             function: function of the replica's index, a scalar int32, and
                 of its `Shares`; returns a nest of tensors.
-            shares: `Shares` of tensors of all replicas.
+            shares: `Shares` of tensors of this process's replicas.
             reading: list of the Keras variables it only reads; others that
                 it reads have one value for all replicas.
             moving: list of the Keras variables it may write to.
@@ -85,7 +107,7 @@ class TensorFlowReplicas:
         Returns:
             The nest of sums.
         """
-        size = self.count
+        size = self.count // self.processes
 
         # Traced outside of the strategy, where Keras leaves losses alone; a
         # replica would have it divide them by the number of replicas.
@@ -104,7 +126,8 @@ class TensorFlowReplicas:
         def run_on_replica(shares, moved):
             replica = _replica_index()
             split = tree.map_structure(
-                lambda leaf: _share_of(leaf, replica, size), shares.split
+                lambda leaf: _share_of(leaf, replica % size, size),
+                shares.split,
             )
             read = [tf.convert_to_tensor(v.value) for v in reading]
             return program(replica, shares._replace(split=split), read, moved)
