@@ -118,8 +118,8 @@ INSPECTION_OF_PROCESSES = (
 
 NOTHING_FITS = (
     "micro_batch_size='auto' must find a size that fits. Received: micro-"
-    "batches of {size}, which take {peak:.2f} GiB where the limit is "
-    "{limit:.2f} GiB. Raise memory_limit_bytes, or make the model smaller."
+    "batches of {size}, which take {peak} where the limit is "
+    "{limit}. Raise memory_limit_bytes, or make the model smaller."
 )
 
 NO_MEMORY_LIMIT = (

@@ -16,7 +16,7 @@ from accumtrainer.keras_api import ops
 # Beyond a prediction from two smaller sizes, by how much memory may be less.
 SLACK = 1.1
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,10 +56,22 @@ class MemoryPlan:
         lines = ["micro-batch size  micro-batches  peak memory"]
         lines += [
             f"{row.micro_batch_size:>16}  {row.micro_batches:>13}  "
-            f"{row.peak_bytes / GIB:>7.2f} GiB"
+            f"{describe_bytes(row.peak_bytes):>11}"
             for row in self.rows
         ]
         return "\n".join(lines)
+
+
+def describe_bytes(count):
+    """Say how much memory that is.
+
+    Example:
+        >>> describe_bytes(3 * 2**29), describe_bytes(5 * 2**18)
+        ('1.50 GiB', '1.25 MiB')
+    """
+    if count < GIB:
+        return f"{count / MIB:.2f} MiB"
+    return f"{count / GIB:.2f} GiB"
 
 
 def smaller_size(size, samples):
@@ -161,7 +173,9 @@ def largest_that_fits(sizes, limit, predict):
     smallest = sizes[-1]
     raise MemoryError(
         errors.NOTHING_FITS.format(
-            size=smallest, peak=known[smallest] / GIB, limit=limit / GIB
+            size=smallest,
+            peak=describe_bytes(known[smallest]),
+            limit=describe_bytes(limit),
         )
     )
 

@@ -196,7 +196,7 @@ def test_chosen_size_makes_the_updates_of_the_same_size_given(data, tmp_path):
         one.fit(*data, batch_size=24, epochs=2, verbose=0, callbacks=[log])
     assert trainer.plan.micro_batch_size == 6
     assert trainer.plan.peak_bytes <= trainer.plan.limit_bytes
-    assert "GiB" in str(trainer.plan)
+    assert "MiB predicted" in str(trainer.plan)
     assert_same(trainer, given)
     assert trainer.progress.micro_batches == given.progress.micro_batches == 16
 
@@ -306,7 +306,7 @@ def test_peak_on_a_processor_is_that_of_the_process(data):
     assert trainer.plan.measured_of == "process"
     # Python and the libraries alone take more than this small model.
     assert trainer.plan.measured_peak_bytes > trainer.plan.peak_bytes
-    assert "GiB measured (process)" in str(trainer.plan)
+    assert "iB measured (process)" in str(trainer.plan)
 
 
 def test_peak_is_measured_once_for_every_size(data, monkeypatch):
@@ -334,8 +334,8 @@ def test_plan_tells_what_was_predicted_and_what_was_measured():
         measured_of="device",
     )
     assert str(plan) == (
-        "fused, XLA, 8 samples at a time, 0.50 of 2.00 GiB predicted, "
-        "0.75 GiB measured (device)"
+        "fused, XLA, 8 samples at a time, 512.00 MiB of 2.00 GiB "
+        "predicted, 768.00 MiB measured (device)"
     )
 
 

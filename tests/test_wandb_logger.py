@@ -137,7 +137,7 @@ def test_config_holds_the_memory_measured_for_a_chosen_size(tmp_path):
         fit(trainer, make_logger(tmp_path, config=mine))
         expected = mine.get("plan", str(trainer.plan))
         assert written_runs(tmp_path)[-1].config["plan"] == expected
-    assert "GiB measured" in str(trainer.plan)
+    assert "iB measured" in str(trainer.plan)
 
 
 def test_summary_holds_the_last_and_the_best(written):

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from accumtrainer.keras_api import flatten_layers
-
-GIB = 2**30
+from accumtrainer.memory import describe_bytes
 
 CONVOLUTIONS = frozenset(
     {
@@ -63,11 +62,12 @@ class Plan:
         if self.micro_batch_size is not None:
             words.append(f"{self.micro_batch_size} samples at a time")
         if self.peak_bytes is not None:
-            peak, limit = self.peak_bytes / GIB, self.limit_bytes / GIB
-            words.append(f"{peak:.2f} of {limit:.2f} GiB predicted")
+            peak = describe_bytes(self.peak_bytes)
+            limit = describe_bytes(self.limit_bytes)
+            words.append(f"{peak} of {limit} predicted")
         if self.measured_peak_bytes is not None:
-            peak = self.measured_peak_bytes / GIB
-            words.append(f"{peak:.2f} GiB measured ({self.measured_of})")
+            peak = describe_bytes(self.measured_peak_bytes)
+            words.append(f"{peak} measured ({self.measured_of})")
         return ", ".join(words)
 
 
