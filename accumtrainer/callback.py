@@ -50,6 +50,7 @@ HOOKS = (
 # A read-only dictionary in C may look at the size of a `Logs` without asking
 # it: this entry keeps that size above zero until the numbers are fetched.
 _UNREAD = object()
+_OF_THE_HOST = (bool, int, float, str, type(None))
 
 
 class Callback(keras.callbacks.Callback):
@@ -291,6 +292,9 @@ def to_number(value):
         >>> to_number(np.float32(0.25)), to_number(np.int64(3))
         (0.25, 3)
     """
+    # TensorFlow takes 45 us to say that a float is no tensor.
+    if isinstance(value, _OF_THE_HOST):
+        return value
     if not (ops.is_tensor(value) or isinstance(value, np.ndarray | np.generic)):
         return value
     if len(value.shape):

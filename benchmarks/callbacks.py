@@ -2,26 +2,29 @@
 
 The small perceptron of `bench.py`, 8 micro-batches of 32, is trained by turns
 with and without a callback, and inside `Model.fit` by the callback and by what
-Keras has of its own; the convolutions, whose epochs take about a second, with
-and without checkpoints. A turn is one call of `fit` of several epochs, of
-which the first, which starts things up, is not counted. Printed are medians
-over rounds and in brackets the smallest and the largest; ratios of updates per
-second are taken round by round.
+Keras has of its own; the convolutions, whose epochs take some seconds, with
+and without checkpoints. A turn is one call of `fit`, of which the first epoch,
+which starts things up, is not counted; a logger is turned off in every other
+epoch of one call. Turns are short and many, because what is looked for is
+smaller than what a shared machine changes within seconds. Printed are medians
+of the ratios of updates per second, taken round by round, and in brackets the
+interval that holds the true median in 95 of 100 such measurements.
 
     python benchmarks/callbacks.py
-    KERAS_BACKEND=jax python benchmarks/callbacks.py --rounds 9
+    KERAS_BACKEND=jax python benchmarks/callbacks.py --rounds 21
 """
 
 import argparse
+import math
 import tempfile
 import time
 from pathlib import Path
 
 import keras
 import numpy as np
-from cells import conv, mlp, random_data
+from cells import conv, mlp
 
-from accumtrainer import Accumulation, Every, Trainer
+from accumtrainer import Accumulation, Every, Logger, Trainer
 from accumtrainer.callbacks import (
     Checkpoint,
     GradientAccumulation,
@@ -29,7 +32,7 @@ from accumtrainer.callbacks import (
 )
 from accumtrainer.callbacks.background import Background
 
-UPDATES = 200
+UPDATES = 100
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
@@ -51,36 +54,68 @@ class EpochClock(keras.callbacks.Callback):
 
 
 class BareWandb(keras.callbacks.Callback):
-    """Logs ten made-up numbers every 10 updates, and reads none.
+    """Logs eight made-up numbers every so often, and reads none.
 
     What W&B itself costs, in a thread of its own: nothing that logs as often
     can cost less.
 
     Args:
-        options: dict of arguments of `wandb.init`.
+        run: the `wandb.Run`.
+        every: `Every` so many updates.
     """
 
     looks_at_model = False
 
-    def __init__(self, options):
+    def __init__(self, run, every):
         super().__init__()
-        self._options = options
+        self.every = every
+        self._run = run
+        self._updates = 0
 
     def on_train_begin(self, logs=None):
-        import wandb
-
-        self._run = wandb.init(**self._options)
         self._background = Background("bare")
-        self._updates = 0
 
     def on_train_batch_end(self, batch, logs=None):
         self._updates += 1
-        if self._updates % 10 == 0:
-            row = {f"number_{i}": self._updates + i / 10 for i in range(10)}
+        if self._updates % self.every.n == 0:
+            row = {f"number_{i}": self._updates + i / 10 for i in range(8)}
             self._background.do(self._run.log, row)
 
     def on_train_end(self, logs=None):
-        self._background.finish(60, self._run.finish)
+        self._background.finish(60, int)
+
+
+class LogsNowhere(Logger):
+    """Reads what every logger reads, and throws it away."""
+
+    def write(self, updates, numbers):
+        pass
+
+
+class EveryOtherEpoch(EpochClock):
+    """Turns a logger off in every other epoch.
+
+    What lies between two neighbours is a second, in which a shared machine
+    changes less than from one call of `fit` to the next.
+
+    Args:
+        logger: callback with an attribute `every`.
+    """
+
+    def __init__(self, logger):
+        super().__init__()
+        self._logger = logger
+        self._on = logger.every
+
+    def on_epoch_begin(self, epoch, logs=None):
+        super().on_epoch_begin(epoch)
+        is_on = epoch % 2
+        self._logger.every = self._on if is_on else Every(10**9, "updates")
+
+    def pairs(self):
+        """Return the seconds of epochs without and with, arrays `[n]`."""
+        seconds = np.diff(self.moments)[2:]
+        return seconds[0::2], seconds[1::2]
 
 
 def fit(trains, data, batch_size, callbacks, epochs):
@@ -169,63 +204,113 @@ def compare(title, contenders, rounds, updates):
     reference = np.array(next(iter(seconds.values())))
     print(f"\n{title}; {rounds} rounds")
     for name, values in seconds.items():
-        ratios = np.sort(reference / np.array(values))
-        millis = 1000 * np.median(values) / updates
-        print(
-            f"  {name:<36} {millis:7.3f} ms per update, "
-            f"{np.median(ratios):.3f}x ({ratios[0]:.3f}x-{ratios[-1]:.3f}x)",
-            flush=True,
-        )
+        show(name, np.array(values), reference, updates)
+
+
+def show(name, seconds, reference, updates):
+    """Print how one contender compares to another, round by round."""
+    ratios = reference / seconds
+    low, high = interval_of_median(ratios)
+    millis = 1000 * np.median(seconds) / updates
+    print(
+        f"  {name:<36} {millis:7.3f} ms per update, "
+        f"{np.median(ratios):.3f}x ({low:.3f}x-{high:.3f}x)",
+        flush=True,
+    )
+
+
+def interval_of_median(values):
+    """Return the 95 % confidence interval of the median, from the ranks.
+
+    How many of n values lie below the true median is binomial, with mean
+    `n / 2` and standard deviation `sqrt(n) / 2`.
+
+    Args:
+        values: array `[n]`.
+    """
+    count = len(values)
+    rank = max(0, math.floor(count / 2 - 1.96 * math.sqrt(count) / 2))
+    ordered = np.sort(values)
+    return ordered[rank], ordered[count - 1 - rank]
 
 
 def main():
     """Read the arguments and compare."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=41)
+    parser.add_argument("--only", choices=COMPARISONS, nargs="*")
     options = parser.parse_args()
+    print(f"{keras.backend.backend()}")
+    for name in options.only or COMPARISONS:
+        COMPARISONS[name](options.rounds)
+
+
+def compare_loggers(rounds):
+    """Compare epochs with points every 10 updates to epochs without."""
+    import wandb
+
     cell = mlp()
-    drawn = random_data(
-        [784], classes=10, samples=UPDATES * cell.samples_per_update
-    )
-    data = (drawn["x"], drawn["y"])
-    print(f"{keras.backend.backend()}, {cell.title}")
+    print(f"\n{cell.title}; {rounds} pairs of epochs")
     with tempfile.TemporaryDirectory() as folder:
-        wandb = {
-            "project": "overhead",
-            "mode": "offline",
-            "dir": folder,
-            "settings": {"silent": True},
+        run = wandb.init(
+            project="overhead",
+            mode="offline",
+            dir=folder,
+            settings={"silent": True},
+        )
+        often = Every(10, "updates")
+        loggers = {
+            "with a logger to nowhere": LogsNowhere(often),
+            "with WandbLogger": WandbLogger(run=run, every=often),
+            "with W&B alone": BareWandb(run, often),
         }
-        checkpoints = {
+        for name, logger in loggers.items():
+            clock = EveryOtherEpoch(logger)
+            make_trainer(cell).fit(
+                *cell.head(UPDATES),
+                batch_size=cell.samples_per_update,
+                epochs=2 * rounds + 2,
+                callbacks=[logger, clock],
+                verbose=0,
+            )
+            without, with_points = clock.pairs()
+            show(name, with_points, without, UPDATES)
+        run.finish()
+
+
+def compare_checkpoints(rounds):
+    """Compare training with a checkpoint every epoch to training without."""
+    cell = conv()
+    data = (np.tile(cell.x, (3, 1, 1, 1)), np.tile(cell.y, 3))
+    with tempfile.TemporaryDirectory() as folder:
+        callbacks = {
             "with Checkpoint, every epoch": lambda: [
                 Checkpoint(
                     Path(folder) / "checkpoints", every=Every(1, "epochs")
                 )
             ]
         }
-        loggers = {
-            "with WandbLogger, every 10 updates": lambda: [
-                WandbLogger(every=Every(10, "updates"), **wandb)
-            ],
-            "with W&B alone, every 10 updates": lambda: [BareWandb(wandb)],
-        }
-        contenders = beside_trainer(
-            cell, data, options.epochs, loggers | checkpoints
-        )
-        compare("Trainer", contenders, options.rounds, UPDATES)
-        images = conv()
-        contenders = beside_trainer(
-            images, (images.x, images.y), options.epochs, checkpoints
-        )
-        compare(images.title, contenders, options.rounds, images.most_updates)
+        contenders = beside_trainer(cell, data, 2, callbacks)
+        compare(cell.title, contenders, rounds, 3 * cell.most_updates)
+
+
+def compare_accumulation_in_fit(rounds):
+    """Compare the callback with what Keras's optimizers do."""
+    cell = mlp()
     for steps in (1, cell.micro_batches):
         compare(
             f"inside fit, steps_per_execution={steps}",
-            inside_fit(cell, data, max(3, options.epochs // 2), steps),
-            options.rounds,
+            inside_fit(cell, cell.head(UPDATES), 2, steps),
+            rounds,
             UPDATES,
         )
+
+
+COMPARISONS = {
+    "loggers": compare_loggers,
+    "checkpoints": compare_checkpoints,
+    "fit": compare_accumulation_in_fit,
+}
 
 
 if __name__ == "__main__":

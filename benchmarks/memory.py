@@ -3,24 +3,29 @@
     KERAS_BACKEND=jax python benchmarks/memory.py
     KERAS_BACKEND=jax python benchmarks/memory.py --cells gpt --sizes 4 16
 
-Every size of micro-batches runs in a process of its own. Measured is by how
-much the process's memory grows from the model to the peak of a later update,
-see `measuring.peak_of_one`; predicted is what `trainer.memory_plan` says, less
-the model, which is there before.
+Every size of micro-batches runs in a process of its own. Predicted is what
+`trainer.memory_plan` says. Measured are the arrays that are there between two
+updates, model and optimizer above all, and by how much the process grows from
+there to the peak of the next updates. What a process keeps besides arrays,
+compiled code and the compiler's memory, is left out that way; a CPU has no
+allocator of its own that could be asked.
 """
 
 import argparse
+import ctypes
 import dataclasses
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
-import keras
+import jax
 from cells import CELLS
 from contenders import make_loss
-from measuring import peak_of_one
+from measuring import read_status
 
-from accumtrainer import Trainer
+from accumtrainer import Accumulation, Trainer
 
 MODELS = ("mlp", "conv", "gpt", "gpt_medium", "vgg16", "text")
 SIZES = (4, 16, 64)
@@ -40,16 +45,28 @@ def measure(name, size):
     cell = dataclasses.replace(
         CELLS[name](), micro_batch_size=size, micro_batches=2
     )
-    measured = peak_of_one(cell, "trainer")
-    trainer = Trainer(
-        cell.make_model(), optimizer="adam", loss=make_loss(), seed=0
-    )
     x, y = cell.head(1)
-    (row,) = trainer.memory_plan((x, y), [size]).rows
-    model = sum(
-        keras.ops.size(variable) * 4 for variable in trainer.model.variables
+    trainer = Trainer(
+        cell.make_model(),
+        optimizer="adam",
+        loss=make_loss(),
+        accumulation=Accumulation(micro_batch_size=size),
+        seed=0,
     )
-    return row.peak_bytes - int(model), measured
+
+    def update():
+        trainer.fit(x, y, batch_size=len(x), epochs=2, verbose=0)
+
+    for _ in range(2):
+        update()
+    ctypes.CDLL(None).malloc_trim(0)
+    arrays = sum(array.nbytes for array in jax.live_arrays())
+    at_rest = read_status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    update()
+    measured = arrays + read_status("VmHWM") - at_rest
+    (row,) = trainer.memory_plan((x, y), [size]).rows
+    return row.peak_bytes, measured
 
 
 def main():
@@ -69,6 +86,8 @@ def main():
                 check=True,
                 stdout=subprocess.PIPE,
                 text=True,
+                # Memory that was freed goes back to the system at once.
+                env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
             )
             predicted, peak = json.loads(finished.stdout.splitlines()[-1])
             print(
