@@ -134,6 +134,8 @@ def _is_leaf(part):
 
 def leaves(nest):
     """List the leaves of a nest that are not `None`."""
+    if _is_leaf(nest):
+        return [] if nest is None else [nest]
     return [leaf for leaf in tree.flatten(nest) if leaf is not None]
 
 
@@ -261,13 +263,13 @@ def count_samples(batch):
         >>> count_samples(Batch(np.zeros([4, 2]), np.zeros([4])))
         4
     """
+    distinct = {len(leaf) for part in batch for leaf in leaves(part)}
+    if len(distinct) == 1 and distinct != {0}:
+        return distinct.pop()
     lengths = {
         name: [len(leaf) for leaf in leaves(part)]
         for name, part in zip(Batch._fields, batch, strict=True)
     }
-    distinct = {length for some in lengths.values() for length in some}
-    if len(distinct) == 1 and distinct != {0}:
-        return distinct.pop()
     received = ", ".join(
         f"{name}: {' and '.join(map(str, some))}"
         for name, some in lengths.items()

@@ -40,7 +40,9 @@ elif BACKEND == "jax":
             ):
                 return objective()
 
-        return jax.value_and_grad(stateless)([v.value for v in variables])
+        return jax.jit(jax.value_and_grad(stateless))(
+            [v.value for v in variables]
+        )
 
 
 class KeepGradients(keras.optimizers.Optimizer):
@@ -165,8 +167,9 @@ class Pair:
         accumulation: as in `Trainer`; by default every call of `train` makes
             one window of all its batches.
         trainer_class: `Trainer` or a subclass.
-        jit_compile: as in `Trainer`; off by default, because XLA takes longer
-            to compile than these small models take to train.
+        jit_compile: as in `Trainer`; by default on for JAX, where the
+            programs are tested that users run, and off for TensorFlow, where
+            XLA takes longer to compile than these models take to train.
         options: further arguments of `Trainer`.
     """
 
@@ -180,7 +183,7 @@ class Pair:
         combine="exact",
         accumulation=None,
         trainer_class=Trainer,
-        jit_compile=False,
+        jit_compile=BACKEND == "jax",
         **options,
     ):
         self.model = make_model()

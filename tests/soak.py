@@ -3,8 +3,9 @@
     KERAS_BACKEND=jax python tests/soak.py --kills 200
 
 Every attempt is a process of its own that goes on from the newest checkpoint
-and is killed (SIGKILL) at a random moment, while it saves as often as not. The
-last one ends by itself. Its weights, its optimizer and its history must be
+and is killed (SIGKILL), every other time at a random moment, and every other
+time as soon after one as a checkpoint is being written. The last one ends by
+itself. Its weights, its optimizer and its history must be
 those of a run that nobody killed, bit for bit, and no kill may cost a
 checkpoint that was there before.
 
@@ -32,6 +33,8 @@ from accumtrainer.callbacks import Checkpoint
 from accumtrainer.keras_api import BACKEND, keras
 
 SAMPLES, EPOCHS = 90, 6
+SAVING_SECS = 0.004
+"""About as long as writing a checkpoint takes."""
 
 
 def make_data():
@@ -178,6 +181,20 @@ def wait_for(pid):
     return True
 
 
+def wait_for_save(pid, directory):
+    """Wait until a checkpoint is being written, or the process has ended."""
+    while not is_saving(directory):
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        if os.waitid(os.P_PID, pid, options) is not None:
+            return
+        time.sleep(0.0002)
+
+
+def is_saving(directory):
+    """Whether a checkpoint is being written, or was when its writer died."""
+    return any(directory.glob(".unfinished-*"))
+
+
 def updates_saved(directory):
     """Count the updates in the newest checkpoint; damage is an error."""
     with warnings.catch_warnings():
@@ -221,13 +238,16 @@ def kill_again_and_again(name, directory, result, kills, seconds, rng):
         pid, pipe = fork(name, directory, result)
         select.select([pipe], [], [])
         time.sleep(rng.uniform(0, seconds))
+        if rng.random() < 0.5:
+            wait_for_save(pid, directory)
+            time.sleep(rng.uniform(0, SAVING_SECS))
         os.kill(pid, signal.SIGKILL)
         has_ended = wait_for(pid)
         os.close(pipe)
         if has_ended:
             return dict(np.load(result)), killed, killed_saving
         killed += 1
-        killed_saving += any(directory.glob(".unfinished-*"))
+        killed_saving += is_saving(directory)
         after = updates_saved(directory)
         if after < before:
             raise SystemExit(f"a kill took updates from {before} to {after}")

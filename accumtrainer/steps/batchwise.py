@@ -1,7 +1,5 @@
 """Runs windows whose micro-batches arrive one by one, inside `Model.fit`."""
 
-import functools
-
 import numpy as np
 
 from accumtrainer.keras_api import keras, ops
@@ -179,9 +177,6 @@ class BatchwiseStep:
 def late_logs(report):
     """Return the epoch so far as `Model.fit` wants it, to be read later.
 
-    A window's loss that is not finite is shown, although the running mean has
-    forgotten that window: `TerminateOnNaN` looks for it here.
-
     Args:
         report: `Report` of a window, or of an open one.
 
@@ -189,33 +184,32 @@ def late_logs(report):
         Dict by name of what `float` turns into a number, waiting for the
         device only then; of tensors where a metric is not a scalar.
     """
-
-    @functools.cache
-    def read():
-        logs = dict(report.section("running"))
-        if report.has("window"):
-            loss = report.section("window")["loss"]
-            logs["loss"] = logs["loss"] if np.isfinite(loss) else loss
-        return logs
-
     tensors = report.tensors("running")
     return {
-        name: _LateNumber(read, name) if tensor is None else tensor
+        name: _LateNumber(report, name) if tensor is None else tensor
         for name, tensor in tensors.items()
     }
 
 
 class _LateNumber:
-    """A number that is read when Keras asks for a float."""
+    """A number of the epoch so far that is read when Keras wants a float.
 
-    __slots__ = ("_name", "_read")
+    A window's loss that is not finite is shown, although the running mean has
+    forgotten that window: `TerminateOnNaN` looks for it here.
+    """
 
-    def __init__(self, read, name):
-        self._read = read
+    __slots__ = ("_name", "_report")
+
+    def __init__(self, report, name):
+        self._report = report
         self._name = name
 
     def __float__(self):
-        return float(self._read()[self._name])
+        if self._name == "loss" and self._report.has("window"):
+            loss = self._report.section("window")["loss"]
+            if not np.isfinite(loss):
+                return float(loss)
+        return float(self._report.section("running")[self._name])
 
     def __repr__(self):
         return repr(float(self))

@@ -97,7 +97,7 @@ class Compiled:
             self._holder.arrays, jax.tree.unflatten(treedef, leaves)
         )
         changed = changed_positions(closed, count)
-        kept = sorted(set(range(count)).difference(changed))
+        kept = sorted(read_positions(closed, count).difference(changed))
         function, structure = jaxpr_as_fun(closed), jax.tree.structure(result)
 
         def run(given, read, leaves):
@@ -254,6 +254,32 @@ def assign_changed(variables, before, after):
     for variable, old, new in zip(variables, before, after, strict=True):
         if new is not old:
             variable.assign(new)
+
+
+def read_positions(closed, count):
+    """Find the arguments that a program reads.
+
+    Dispatching one that it does not takes time all the same; Adam's moments,
+    for example, in a program that only adds up gradients.
+
+    Args:
+        closed: closed jaxpr, which returns as many values more as it takes
+            variables.
+        count: int, how many arguments are variables.
+
+    Returns:
+        Set of ints. One that is only returned as it came is not among them.
+    """
+    jaxpr = closed.jaxpr
+    split = len(jaxpr.outvars) - count
+    read = {id(v) for equation in jaxpr.eqns for v in equation.invars}
+    read |= {id(v) for v in jaxpr.outvars[:split]}
+    for variable, out in zip(
+        jaxpr.invars[:count], jaxpr.outvars[split:], strict=True
+    ):
+        if out is not variable:
+            read.add(id(out))
+    return {i for i, v in enumerate(jaxpr.invars[:count]) if id(v) in read}
 
 
 def changed_positions(closed, count=None):
