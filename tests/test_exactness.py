@@ -28,6 +28,11 @@ from accumtrainer.keras_api import BACKEND, KERAS_NAME, keras, ops
 
 layers, losses = keras.layers, keras.losses
 
+# Many ways to cut a window are many shapes, of which users of JAX are warned.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Micro-batches should have few different shapes:UserWarning"
+)
+
 # "mean" is another name of the first.
 REDUCTIONS = ("sum_over_batch_size", "mean_with_sample_weight", "sum")
 EVEN = ((8,), (4, 4), (2, 2, 2), (1, 1, 1, 1, 1))
