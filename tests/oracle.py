@@ -183,9 +183,11 @@ class Pair:
         combine="exact",
         accumulation=None,
         trainer_class=Trainer,
-        jit_compile=BACKEND == "jax",
+        jit_compile=None,
         **options,
     ):
+        if jit_compile is None:
+            jit_compile = BACKEND == "jax"
         self.model = make_model()
         self.twin = make_model()
         self.twin.set_weights(self.model.get_weights())

@@ -226,7 +226,7 @@ def weighted_batches(rng, weighting, sizes):
 
 
 @functools.cache
-def weighted_pair(weighting, reduction, combine="exact", jit_compile=False):
+def weighted_pair(weighting, reduction, combine="exact", jit_compile=None):
     make_model, _, _ = WEIGHTINGS[weighting]
     return Pair(
         make_model,
@@ -628,7 +628,7 @@ OUTPUTS = {
 
 
 @functools.cache
-def outputs_pair(name, combine="exact", jit_compile=False):
+def outputs_pair(name, combine="exact", jit_compile=None):
     options = dict(OUTPUTS[name])
     as_dict = options.pop("as_dict", False)
     if callable(options["loss"]):  # Keras Core has no such reduction to make.
