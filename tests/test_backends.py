@@ -172,6 +172,24 @@ def test_evaluation_returns_no_weights_it_has_only_read():
     assert all(a is b for a, b in zip(before, after, strict=True))
 
 
+@jax_only
+def test_program_is_given_what_it_reads_and_nothing_else():
+    import jax
+
+    from accumtrainer.steps.jax_programs import (
+        changed_positions,
+        read_positions,
+    )
+
+    def program(variables, x):
+        read, unused, added, copied_to, copied = variables
+        return read * x, [read, unused, added + x, copied, copied]
+
+    closed = jax.make_jaxpr(program)([1.0, 2.0, 3.0, 4.0, 5.0], 6.0)
+    assert read_positions(closed, 5) == {0, 2, 4}
+    assert changed_positions(closed, 5) == [2, 3]
+
+
 def fit_lengths(trainer, lengths):
     """Train on micro-batches of sequences, two of each length."""
     trainer.fit(
