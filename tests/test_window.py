@@ -16,6 +16,11 @@ from accumtrainer.keras_api import keras, ops
 
 layers, losses = keras.layers, keras.losses
 
+# Many ways to cut a window are many shapes, of which users of JAX are warned.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Micro-batches should have few different shapes:UserWarning"
+)
+
 X = np.random.default_rng(0).normal(size=(22, 4)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(22, 2)).astype("float32")
 WEIGHTS = np.random.default_rng(2).uniform(0.1, 3, 22).astype("float32")
