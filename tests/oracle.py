@@ -7,11 +7,17 @@ which Keras itself leaves undone on TensorFlow.
 """
 
 import numpy as np
+import pytest
 
 from accumtrainer import Accumulation, Batch, Trainer
 from accumtrainer.keras_api import BACKEND, KERAS_NAME, keras, ops, tree
 
 TOLERANCE = 1e-5
+
+# Many ways to cut a window are many shapes, of which users of JAX are warned.
+cuts_in_many_ways = pytest.mark.filterwarnings(
+    "ignore:Micro-batches should have few different shapes:UserWarning"
+)
 
 
 if BACKEND == "tensorflow":
@@ -167,9 +173,9 @@ class Pair:
         accumulation: as in `Trainer`; by default every call of `train` makes
             one window of all its batches.
         trainer_class: `Trainer` or a subclass.
-        jit_compile: as in `Trainer`; by default on for JAX, where the
-            programs are tested that users run, and off for TensorFlow, where
-            XLA takes longer to compile than these models take to train.
+        jit_compile: as in `Trainer`; `None` is on for JAX, whose programs
+            users run compiled, and off for TensorFlow, where XLA takes longer
+            to compile than these models take to train.
         options: further arguments of `Trainer`.
     """
 

@@ -29,6 +29,7 @@ import numpy as np
 from accumtrainer import Accumulation, CheckpointDirectory, Every, LossScale
 from accumtrainer import Trainer as PlainTrainer
 from accumtrainer.callbacks import Checkpoint
+from accumtrainer.checkpoint import UNFINISHED
 from accumtrainer.keras_api import BACKEND, keras
 
 SAMPLES, EPOCHS = 90, 6
@@ -191,7 +192,7 @@ def wait_for_save(pid, directory):
 
 def is_saving(directory):
     """Whether a checkpoint is being written, or was when its writer died."""
-    return any(directory.glob(".unfinished-*"))
+    return any(directory.glob(f"{UNFINISHED}*"))
 
 
 def updates_saved(directory):

@@ -19,6 +19,7 @@ from oracle import (
     batch_gradients,
     combined_gradients,
     concatenate,
+    cuts_in_many_ways,
     largest_error,
     update,
 )
@@ -28,10 +29,7 @@ from accumtrainer.keras_api import BACKEND, KERAS_NAME, keras, ops
 
 layers, losses = keras.layers, keras.losses
 
-# Many ways to cut a window are many shapes, of which users of JAX are warned.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Micro-batches should have few different shapes:UserWarning"
-)
+pytestmark = cuts_in_many_ways
 
 # "mean" is another name of the first.
 REDUCTIONS = ("sum_over_batch_size", "mean_with_sample_weight", "sum")

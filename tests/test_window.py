@@ -8,6 +8,7 @@ from oracle import (
     Pair,
     batch_gradients,
     concatenate,
+    cuts_in_many_ways,
     largest_error,
 )
 
@@ -16,10 +17,7 @@ from accumtrainer.keras_api import keras, ops
 
 layers, losses = keras.layers, keras.losses
 
-# Many ways to cut a window are many shapes, of which users of JAX are warned.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Micro-batches should have few different shapes:UserWarning"
-)
+pytestmark = cuts_in_many_ways
 
 X = np.random.default_rng(0).normal(size=(22, 4)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(22, 2)).astype("float32")
