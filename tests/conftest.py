@@ -20,6 +20,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+import itertools
 from importlib import metadata
 
 import hypothesis
@@ -49,6 +50,24 @@ if BACKEND == "jax":
     import jax
 
     jax.config.update("jax_num_cpu_devices", DEVICES)
+
+    # JAX keeps every program it has compiled for single operations, each in
+    # pieces of memory of its own. Linux gives a process 65,530 of them, and
+    # ends it when they are used up; a whole suite on one worker comes close.
+    TESTS_PER_CACHE = 20
+
+    @pytest.fixture(autouse=True, scope="session")
+    def tests_run():
+        """Count the tests of this process."""
+        return itertools.count(1)
+
+    @pytest.fixture(autouse=True)
+    def compiled_programs_are_few(tests_run):
+        """Free what JAX has compiled after every few tests."""
+        yield
+        if next(tests_run) % TESTS_PER_CACHE == 0:
+            jax.clear_caches()
+
 elif BACKEND == "tensorflow":
     import tensorflow as tf
 
