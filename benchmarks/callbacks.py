@@ -15,7 +15,6 @@ interval that holds the true median in 95 of 100 such measurements.
 """
 
 import argparse
-import math
 import tempfile
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from pathlib import Path
 import keras
 import numpy as np
 from cells import conv, mlp
+from measuring import interval_of_median
 
 from accumtrainer import Accumulation, Every, Logger, Trainer
 from accumtrainer.callbacks import (
@@ -217,21 +217,6 @@ def show(name, seconds, reference, updates):
         f"{np.median(ratios):.3f}x ({low:.3f}x-{high:.3f}x)",
         flush=True,
     )
-
-
-def interval_of_median(values):
-    """Return the 95 % confidence interval of the median, from the ranks.
-
-    How many of n values lie below the true median is binomial, with mean
-    `n / 2` and standard deviation `sqrt(n) / 2`.
-
-    Args:
-        values: array `[n]`.
-    """
-    count = len(values)
-    rank = max(0, math.floor(count / 2 - 1.96 * math.sqrt(count) / 2))
-    ordered = np.sort(values)
-    return ordered[rank], ordered[count - 1 - rank]
 
 
 def main():

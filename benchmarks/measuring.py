@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import json
+import math
 import re
 import subprocess
 import sys
@@ -141,6 +142,21 @@ def seconds_per_update(runner, updates):
     begun = time.perf_counter()
     runner.fit(updates)
     return (time.perf_counter() - begun) / updates
+
+
+def interval_of_median(values):
+    """Return the 95 % confidence interval of the median, from the ranks.
+
+    How many of n values lie below the true median is binomial, with mean
+    `n / 2` and standard deviation `sqrt(n) / 2`.
+
+    Args:
+        values: array `[n]`.
+    """
+    count = len(values)
+    rank = max(0, math.floor(count / 2 - 1.96 * math.sqrt(count) / 2))
+    ordered = np.sort(values)
+    return ordered[rank], ordered[count - 1 - rank]
 
 
 def start_backend():

@@ -7,6 +7,8 @@ new ones. A callback that asks for the model has `fit` put them back first, and
 `fit` takes them out again before the next call.
 """
 
+from collections.abc import Sequence
+
 
 class FitState:
     """State that stays in the variables."""
@@ -54,10 +56,7 @@ class HandedState:
             # One that is not the last returned was read from the variables.
             if state is not self._state:
                 self._receive(state)
-            logs = run(iterator)
-            if self._is_settled:
-                self._state = self._collect()
-            return logs, self._state
+            return run(iterator), self._state
 
         return train
 
@@ -84,23 +83,18 @@ class HandedState:
         self._holder = self._backend.hold(program, self._received)
         places = {id(v): i for i, v in enumerate(self._holder.variables)}
         found = iter([places.get(id(v)) for v in self._variables])
-        self._places = [[next(found) for _ in group] for group in self._state]
-        self._received, self._is_settled = {}, True
-
-    def _collect(self):
-        """Return the state as it is now, also what no program has changed."""
-        arrays = self._holder.arrays
-        return tuple(
-            [
-                old if place is None else arrays[place]
-                for old, place in zip(group, places, strict=True)
-            ]
-            for group, places in zip(self._state, self._places, strict=True)
+        self._state = tuple(
+            _Held(self._holder, [(next(found), array) for array in group])
+            for group in self._state
         )
+        self._received, self._is_settled = {}, True
 
     def leave(self):
         """See `FitState`."""
         if self._holder is not None:
+            if self._is_settled:
+                for group in self._state:
+                    group.keep()
             self._backend.let_go(self._holder, set(map(id, self._variables)))
         self._state = self._holder = None
         self._is_settled = False
@@ -114,6 +108,34 @@ class HandedState:
                 if known is variable:
                     return array
         return variable.value
+
+
+class _Held(Sequence):
+    """Arrays as they are now, looked up in a holder when they are asked for.
+
+    This is no list, because `fit` looks at every item of the lists that a
+    train function returns, batch by batch.
+
+    Args:
+        holder: `Holder`.
+        sources: list of pairs of an array's place among those of the holder
+            and, where that is `None`, the array.
+    """
+
+    def __init__(self, holder, sources):
+        self._holder = holder
+        self._sources = sources
+
+    def __len__(self):
+        return len(self._sources)
+
+    def __getitem__(self, index):
+        place, array = self._sources[index]
+        return array if place is None else self._holder.arrays[place]
+
+    def keep(self):
+        """Keep the arrays, which the holder is about to let go."""
+        self._sources = [(None, array) for array in self]
 
 
 def _distinct(arrays):
