@@ -13,21 +13,29 @@ CONTRACT = {
         "test_class_weights_count_as_in_the_big_batch",
         "test_window_under_xla_equals_its_big_batch",
         "test_micro_batch_of_padding_alone_counts_nothing",
+        "test_mean_and_sum_are_the_plain_loops",
+    ),
+    "test_exactness_losses": (
         "test_every_loss_equals_its_big_batch",
         "test_ignored_class_and_mask_count_together",
         "test_scalar_loss_with_denominator_is_exact",
+        "test_model_with_its_own_compute_loss_is_exact",
+        "test_weighted_loss_of_a_hook_is_exact",
+    ),
+    "test_exactness_outputs": (
         "test_outputs_of_different_denominators_are_exact",
         "test_outputs_with_weights_of_their_own_are_exact",
         "test_weight_regularizers_count_once_per_window",
         "test_activity_regularizers_are_means_over_samples",
         "test_scalar_given_to_add_loss_is_weighed_as_stated",
+    ),
+    "test_exactness_optimizers": (
         "test_updates_of_every_optimizer_are_exact",
         "test_optimizer_settings_act_once_per_window",
         "test_repeated_words_are_updated_as_by_dense_gradients",
+    ),
+    "test_exactness_fit": (
         "test_without_accumulation_weights_are_those_of_keras_fit",
-        "test_mean_and_sum_are_the_plain_loops",
-        "test_model_with_its_own_compute_loss_is_exact",
-        "test_weighted_loss_of_a_hook_is_exact",
     ),
     "test_schedules": (
         "test_schedule_is_asked_once_per_update",

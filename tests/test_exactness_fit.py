@@ -1,0 +1,130 @@
+"""What is left without accumulation is Keras's own `fit` and `evaluate`."""
+
+import functools
+
+import pytest
+from exactness_cases import (
+    CLASSES,
+    FEATURES,
+    L2,
+    OPTIMIZERS,
+    WEIGHTINGS,
+    make_adding,
+    make_mlp,
+    seeded,
+    weighted_batches,
+    weighted_pair,
+)
+from keras_core_gaps import keras_3_only
+from oracle import (
+    TOLERANCE,
+    Pair,
+    batch_gradients,
+    cuts_in_many_ways,
+    largest_error,
+)
+
+from accumtrainer import Trainer
+from accumtrainer.keras_api import BACKEND, KERAS_NAME, keras, ops
+
+layers = keras.layers
+
+pytestmark = cuts_in_many_ways
+
+
+# Without accumulation: Keras's own fit.
+
+
+@seeded
+def make_normalized():
+    return keras.Sequential(
+        [
+            keras.Input([FEATURES]),
+            layers.Dense(6, use_bias=False),  # its gradient is rounding
+            layers.BatchNormalization(),
+            layers.Dense(CLASSES),
+        ]
+    )
+
+
+@seeded
+def make_convolutional():
+    return keras.Sequential(
+        [
+            keras.Input([FEATURES]),
+            layers.Reshape([2, 2, 1]),
+            layers.Conv2D(4, 2, padding="same", activation="relu"),
+            layers.GlobalAveragePooling2D(),
+            layers.Dense(CLASSES),
+        ]
+    )
+
+
+FIT_MODELS = {
+    "mlp": make_mlp,
+    "regularized": functools.partial(
+        make_mlp, kernel_regularizer=L2, activity_regularizer=L2
+    ),
+    "batch normalization": make_normalized,
+    "convolution": make_convolutional,
+    "added loss": functools.partial(make_adding, ops.mean),
+}
+
+
+@pytest.mark.parametrize("name", FIT_MODELS)
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+def test_without_accumulation_weights_are_those_of_keras_fit(
+    rng, name, optimizer
+):
+    forgets = KERAS_NAME != "keras" and BACKEND == "jax"
+    if forgets and name in ("regularized", "added loss"):
+        pytest.skip("Keras Core: its own fit on JAX forgets added losses")
+    x = rng.normal(size=[22, FEATURES]).astype("float32")
+    y = rng.normal(size=[22, CLASSES]).astype("float32")
+    model, plain = FIT_MODELS[name](), FIT_MODELS[name]()
+    plain.compile(OPTIMIZERS[optimizer](), "mse", jit_compile=False)
+    options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+    expected = plain.fit(x, y, **options).history["loss"]
+    trainer = Trainer(
+        model,
+        optimizer=OPTIMIZERS[optimizer](),
+        loss="mse",
+        jit_compile=False,
+        seed=0,
+    )
+    actual = trainer.fit(x, y, **options).history["loss"]
+    assert largest_error(model.weights, plain.weights) <= TOLERANCE
+    if name != "regularized" and KERAS_NAME == "keras":
+        # Keras averages the penalties over batches, not over samples, and
+        # Keras Core all of the loss.
+        assert actual == pytest.approx(expected, rel=TOLERANCE)
+
+
+@functools.cache
+def evaluated_pair(name):
+    return Pair(FIT_MODELS[name], loss="mse", denominator="samples")
+
+
+@keras_3_only("averages losses over batches, not over samples")
+@pytest.mark.parametrize("size", [1, 5, 8, 22])
+@pytest.mark.parametrize("name", FIT_MODELS)
+def test_evaluate_equals_that_of_keras_where_nothing_is_masked(rng, name, size):
+    pair = evaluated_pair(name)
+    x = rng.normal(size=[22, FEATURES]).astype("float32")
+    y = rng.normal(size=[22, CLASSES]).astype("float32")
+    actual = pair.trainer.evaluate(x, y, batch_size=size, verbose=0)
+    expected = pair.twin.evaluate(x, y, batch_size=size, verbose=0)
+    assert actual == pytest.approx(expected, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("size", [1, 4, 11])
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_evaluation_does_not_depend_on_the_batch_size(rng, weighting, size):
+    pair = weighted_pair(weighting, "mean_with_sample_weight")
+    (batch,) = weighted_batches(rng, weighting, (11,))
+    x, y, weights = (*batch, None)[:3]
+    actual = pair.trainer.evaluate(
+        x, y, batch_size=size, sample_weight=weights, verbose=0
+    )
+    expected, _ = batch_gradients(pair.twin, (x, y, weights))
+    assert actual == pytest.approx(expected, rel=TOLERANCE)
