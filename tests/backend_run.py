@@ -3,13 +3,16 @@
     python tests/backend_run.py weights.npz
 
 Initial weights and data come from NumPy, so that every backend begins alike.
+With a folder of checkpoints, the first model alone is trained, from the newest
+of them on.
 """
 
-import sys
+import argparse
 
 import numpy as np
 
 from accumtrainer import Accumulation, Trainer
+from accumtrainer.callbacks import Checkpoint
 from accumtrainer.keras_api import keras
 
 UPDATES = 20
@@ -70,8 +73,13 @@ def data(shape, *, targets):
     )
 
 
-def trained_weights(make):
+def trained_weights(make, updates=UPDATES, checkpoints=None):
     """Train for some updates of unequal micro-batches.
+
+    Args:
+        make: function that returns a model and its data.
+        updates: int, how many there are at the end.
+        checkpoints: folder to go on from and to save in, or `None`.
 
     Returns:
         Dict from the path of a variable to its value. Biases of attention
@@ -89,8 +97,14 @@ def trained_weights(make):
         accumulation=Accumulation(micro_batch_size=5),
         seed=0,
     )
-    trainer.fit(x, y, batch_size=12, verbose=0)
-    assert trainer.progress.updates == UPDATES
+    resumption = {}
+    if checkpoints is not None:
+        resumption["callbacks"] = [Checkpoint(checkpoints)]
+        resumption["resume_from"] = "auto"
+    trainer.fit(
+        x, y, batch_size=12, verbose=0, max_updates=updates, **resumption
+    )
+    assert trainer.progress.updates == updates
     return {
         f"{index} {variable.name}": keras.ops.convert_to_numpy(variable)
         for index, variable in enumerate(model.trainable_variables)
@@ -98,14 +112,21 @@ def trained_weights(make):
     }
 
 
-def main(path):
+def main():
     """Train every model and write one file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("path", help="where the weights go, .npz")
+    parser.add_argument("--updates", type=int, default=UPDATES)
+    parser.add_argument("--checkpoints", metavar="FOLDER")
+    options = parser.parse_args()
+    models = [make_mlp, make_conv, make_transformer]
     weights = {}
-    for make in (make_mlp, make_conv, make_transformer):
-        for name, value in trained_weights(make).items():
+    for make in models[:1] if options.checkpoints else models:
+        trained = trained_weights(make, options.updates, options.checkpoints)
+        for name, value in trained.items():
             weights[f"{make.__name__} {name}"] = value
-    np.savez(path, **weights)
+    np.savez(options.path, **weights)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

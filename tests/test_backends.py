@@ -68,13 +68,26 @@ def small_trainer(**options):
     )
 
 
-@pytest.mark.skipif(
+needs_both_backends = pytest.mark.skipif(
     not (util.find_spec("jax") and util.find_spec("tensorflow")),
-    reason="compares TensorFlow with JAX, of which one is not installed",
+    reason="runs TensorFlow and JAX, of which one is not installed",
 )
-@pytest.mark.skipif(
+once_is_enough = pytest.mark.skipif(
     BACKEND == "jax", reason="runs both backends itself, so once is enough"
 )
+
+
+def assert_close(weights, others, model):
+    """Compare the weights of a model that two runs have saved."""
+    names = [name for name in weights if name.startswith(model)]
+    largest = max(abs(weights[name]).max() for name in names)
+    for name in names:
+        difference = weights[name] - others[name]
+        assert abs(difference).max() <= 1e-5 * largest, name
+
+
+@needs_both_backends
+@once_is_enough
 def test_backends_agree_after_twenty_updates(tmp_path):
     weights = {}
     for backend in ("tensorflow", "jax"):
@@ -83,11 +96,26 @@ def test_backends_agree_after_twenty_updates(tmp_path):
         weights[backend] = np.load(path)
     assert set(weights["tensorflow"]) == set(weights["jax"])
     for model in ("make_mlp", "make_conv", "make_transformer"):
-        names = [n for n in weights["jax"] if n.startswith(model)]
-        largest = max(abs(weights["jax"][name]).max() for name in names)
-        for name in names:
-            difference = weights["jax"][name] - weights["tensorflow"][name]
-            assert abs(difference).max() <= 1e-5 * largest, name
+        assert_close(weights["jax"], weights["tensorflow"], model)
+
+
+@needs_both_backends
+@once_is_enough
+@pytest.mark.parametrize(
+    ("first", "second"), [("tensorflow", "jax"), ("jax", "tensorflow")]
+)
+def test_run_of_one_backend_goes_on_with_the_other(tmp_path, first, second):
+    saving = ("--checkpoints", tmp_path / "checkpoints")
+    run(RUN, tmp_path / "a.npz", "--updates", 7, *saving, backend=first)
+    run(RUN, tmp_path / "b.npz", *saving, backend=second)
+    alone = ("--checkpoints", tmp_path / "none")
+    run(RUN, tmp_path / "c.npz", *alone, backend=second)
+    begun, gone_on, whole = (
+        np.load(tmp_path / f"{name}.npz") for name in "abc"
+    )
+    assert_close(gone_on, whole, "make_mlp")
+    with pytest.raises(AssertionError):
+        assert_close(begun, whole, "make_mlp")
 
 
 @pytest.mark.parametrize("other", ["tensorflow", "jax"])
