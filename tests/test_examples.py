@@ -35,16 +35,16 @@ class Short(NamedTuple):
 # One entry per file in examples/.
 SHORT = {
     "digits.py": Short(
-        arguments=("--epochs", "2"),
+        arguments=(),
         lines=(
             r"128 samples per update = 16 micro-batches x 8; .*",
-            r"Epoch 2/2 .*val_accuracy.*",
-            r"test accuracy +\d+\.\d%",
-            r"updates +22 of 22 planned",
-            # The warm-up is a tenth of the run, here 2 updates.
-            r"learning rates +1\.00e-03, 5\.50e-03, 1\.00e-02, .*",
-            r" +1\.00e-02 at update 3, the peak",
-            r" +\d\.\d\de-0\d at update 22, the last",
+            r"Epoch 20/20 .*val_accuracy.*",
+            r"test accuracy +(9[789]|100)\.\d%",
+            r"updates +220 of 220 planned",
+            # The warm-up is a tenth of the run, here 22 updates.
+            r"learning rates +1\.00e-03, 1\.41e-03, 1\.82e-03, .*",
+            r" +1\.00e-02 at update 23, the peak",
+            r" +\d\.\d\de-0\d at update 220, the last",
             r"16 x 8 vs 128 .* differ by \d\.\de-(0[6-9]|[1-9]\d), .*",
         ),
     ),
@@ -181,12 +181,6 @@ def test_example_runs_and_prints_what_it_promises(name, tmp_path):
         if not any(re.fullmatch(pattern, line) for line in lines)
     ]
     assert not missing, printed
-
-
-def test_digits_example_tests_at_97_percent_or_more(tmp_path):
-    printed = run_python(ROOT / "examples" / "digits.py", folder=tmp_path)
-    accuracy = re.search(r"^test accuracy +(\S+)%$", printed, re.MULTILINE)
-    assert float(accuracy[1]) >= 97.0
 
 
 def test_code_in_the_readme_runs_from_top_to_bottom(tmp_path):
