@@ -2,8 +2,8 @@
 
 The small perceptron of `bench.py`, 8 micro-batches of 32, is trained by turns
 with and without a callback, and inside `Model.fit` by the callback and by what
-Keras has of its own; the convolutions, whose epochs take some seconds, with
-and without checkpoints. A turn is one call of `fit`, of which the first epoch,
+Keras has of its own; the convolutions, whose epochs take a second or more,
+with and without checkpoints. A turn is one call of `fit`, whose first epoch,
 which starts things up, is not counted; a logger is turned off in every other
 epoch of one call. Turns are short and many, because what is looked for is
 smaller than what a shared machine changes within seconds. Printed are medians
@@ -266,7 +266,7 @@ def compare_loggers(rounds):
 def compare_checkpoints(rounds):
     """Compare training with a checkpoint every epoch to training without."""
     cell = conv()
-    data = (np.tile(cell.x, (3, 1, 1, 1)), np.tile(cell.y, 3))
+    data = cell.head(cell.most_updates)
     with tempfile.TemporaryDirectory() as folder:
         callbacks = {
             "with Checkpoint, every epoch": lambda: [
@@ -276,7 +276,7 @@ def compare_checkpoints(rounds):
             ]
         }
         contenders = beside_trainer(cell, data, 2, callbacks)
-        compare(cell.title, contenders, rounds, 3 * cell.most_updates)
+        compare(cell.title, contenders, rounds, cell.most_updates)
 
 
 def compare_accumulation_in_fit(rounds):

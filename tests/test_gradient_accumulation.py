@@ -618,6 +618,38 @@ def test_fit_calls_the_train_function_that_it_finds():
 
 
 @pytest.mark.skipif(
+    BACKEND != "jax", reason="only on JAX is fit handed the state"
+)
+def test_fit_is_handed_no_lists_whose_items_it_would_look_at():
+    model = mlp()
+    states = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            kept = self.model.train_function
+
+            def train(state, iterator):
+                logs, state = kept(state, iterator)
+                states.append(state)
+                return logs, state
+
+            self.model.train_function = train
+
+    model.fit(X, Y, callbacks=[GradientAccumulation(2), Watch()], **ORDER)
+    groups = (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        model.optimizer.variables,
+        model.metrics_variables,
+    )
+    for state in states:
+        assert not any(isinstance(group, list) for group in state)
+        assert list(map(len, state)) == list(map(len, groups))
+    for kept, variable in zip(states[-1][0], groups[0], strict=True):
+        np.testing.assert_array_equal(kept, variable)
+
+
+@pytest.mark.skipif(
     BACKEND == "jax",
     reason="on JAX, fit cannot end an epoch before its first step",
 )
