@@ -1,5 +1,6 @@
 """What every test starts from: a backend, fixed seeds, float32."""
 
+import itertools
 import os
 import pathlib
 
@@ -23,7 +24,6 @@ os.environ.setdefault(
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
-import itertools
 from importlib import metadata
 
 import hypothesis
