@@ -129,6 +129,7 @@ def free_port(count):
 
 def compare(cell, micro_batches, rounds):
     """Compare two processes with one, and print it."""
+    import numpy as np
     from measuring import interval_of_median
 
     teams = [Team(n, cell, micro_batches) for n in (1, PROCESSES)]
@@ -137,19 +138,19 @@ def compare(cell, micro_batches, rounds):
         team.secs(2)
         secs = team.secs(2)
         updates.append(max(1, min(int(ROUND_SECS / secs), team.most_updates)))
-    ratios = []
+    secs = [[], []]
     for turn in range(rounds):
-        secs = [0.0, 0.0]
         for index in (0, 1) if turn % 2 else (1, 0):
-            secs[index] = teams[index].secs(updates[index])
-        ratios.append(secs[0] / secs[1])
+            secs[index].append(teams[index].secs(updates[index]))
     for team in teams:
         team.close()
+    alone, together = map(np.array, secs)
+    ratios = alone / together
     low, high = interval_of_median(ratios)
-    median = sorted(ratios)[len(ratios) // 2]
     print(
         f"{cell}, {micro_batches} micro-batches, {rounds} rounds: "
-        f"{median:.2f}x ({low:.2f}x-{high:.2f}x)",
+        f"{1000 * np.median(alone):.0f} and {1000 * np.median(together):.0f} "
+        f"ms per update, {np.median(ratios):.2f}x ({low:.2f}x-{high:.2f}x)",
         flush=True,
     )
 

@@ -4,6 +4,7 @@ An array of the whole mesh is either split, each replica having some of its
 rows, or copied, each having all of them.
 """
 
+import collections
 import functools
 
 import jax
@@ -14,6 +15,10 @@ from jax.sharding import PartitionSpec as Spec
 
 from accumtrainer import errors
 from accumtrainer.steps.jax_programs import scope_of
+
+# Up to how many numbers an array is exchanged together with others; copying a
+# larger one would cost more than an exchange of its own.
+LARGEST_JOINED = 2**20
 
 
 class JaxReplicas:
@@ -115,7 +120,7 @@ class JaxReplicas:
             replica = jax.lax.axis_index(self._axis).astype("int32")
             with scope_of(variables, arrays):
                 outcome = function(replica, shares)
-            return jax.lax.psum(outcome, self._axis)
+            return self._add_up(outcome)
 
         return jax.shard_map(
             run,
@@ -125,6 +130,38 @@ class JaxReplicas:
             axis_names={self._axis},
             check_vma=False,
         )(current, shares)
+
+    def _add_up(self, nest):
+        """Add up the arrays of all replicas, small ones together.
+
+        Between processes every array is an exchange of its own, even where
+        the program has one instruction for all: 64 of 13,000 floats took 325
+        ms, one of as many floats 8 ms.
+        """
+        leaves, structure = jax.tree.flatten(nest)
+        if self._mesh.size != self.count:
+            # An array that lies on several devices must stay in its parts.
+            return jax.lax.psum(nest, self._axis)
+        together = collections.defaultdict(list)
+        for place, leaf in enumerate(leaves):
+            if leaf.size <= LARGEST_JOINED:
+                together[leaf.dtype].append(place)
+        joined = [
+            jax.numpy.concatenate([leaves[i].ravel() for i in places])
+            for places in together.values()
+        ]
+        apart = sorted(set(range(len(leaves))).difference(*together.values()))
+        sums, others = jax.lax.psum(
+            (joined, [leaves[i] for i in apart]), self._axis
+        )
+        for place, total in zip(apart, others, strict=True):
+            leaves[place] = total
+        for places, total in zip(together.values(), sums, strict=True):
+            ends = np.cumsum([leaves[i].size for i in places])[:-1]
+            pieces = jax.numpy.split(total, ends)
+            for place, piece in zip(places, pieces, strict=True):
+                leaves[place] = piece.reshape(leaves[place].shape)
+        return jax.tree.unflatten(structure, leaves)
 
     @property
     def _rows_of_shares(self):
