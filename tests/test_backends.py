@@ -68,10 +68,12 @@ def small_trainer(**options):
     )
 
 
+# An environment may have one backend only, and the suite runs in either.
 needs_both_backends = pytest.mark.skipif(
     not (util.find_spec("jax") and util.find_spec("tensorflow")),
     reason="runs TensorFlow and JAX, of which one is not installed",
 )
+# Such a test starts a process per backend, whichever is in use here.
 once_is_enough = pytest.mark.skipif(
     BACKEND == "jax", reason="runs both backends itself, so once is enough"
 )

@@ -191,6 +191,7 @@ def embedding_pair(name, clipping):
     )
 
 
+# What this shows of plain Keras comes of TensorFlow's gradients by rows.
 @pytest.mark.skipif(
     BACKEND != "tensorflow", reason="other backends have dense gradients only"
 )

@@ -617,6 +617,7 @@ def test_fit_calls_the_train_function_that_it_finds():
         assert list(map(len, state)) == list(map(len, groups))
 
 
+# On TensorFlow the state stays in the variables, and there is nothing to hand.
 @pytest.mark.skipif(
     BACKEND != "jax", reason="only on JAX is fit handed the state"
 )

@@ -142,6 +142,21 @@ def test_replicas_make_the_updates_of_one_device(rng, kind, replicas):
     assert trainer.progress.updates == UPDATES
 
 
+# TensorFlow reduces each tensor by itself, so it has no such limit.
+@pytest.mark.skipif(BACKEND != "jax", reason="only on JAX are arrays joined")
+@pytest.mark.parametrize("limit", [0, 20])
+def test_arrays_too_large_to_be_joined_are_added_up_too(
+    rng, monkeypatch, limit
+):
+    from accumtrainer.steps import jax_replicas
+
+    monkeypatch.setattr(jax_replicas, "LARGEST_JOINED", limit)
+    x, y = targets(rng, 12 * UPDATES)
+    assert_same_training(
+        make_mlp, x, y, 2, fit={"batch_size": 24}, metrics=["mae"]
+    )
+
+
 def test_replicas_under_xla_make_the_same_updates(rng):
     x, y = targets(rng, 34)
     options = {"metrics": ["mae"], "jit_compile": True}

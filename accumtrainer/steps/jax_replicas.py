@@ -10,14 +10,15 @@ import functools
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.flatten_util import ravel_pytree
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from accumtrainer import errors
 from accumtrainer.steps.jax_programs import scope_of
 
-# Up to how many numbers an array is exchanged together with others; copying a
-# larger one would cost more than an exchange of its own.
+# Up to how many numbers an array is exchanged together with others. Joining
+# copies, so that a large one is left alone; where that pays was not measured.
 LARGEST_JOINED = 2**20
 
 
@@ -142,25 +143,23 @@ class JaxReplicas:
         if self._mesh.size != self.count:
             # An array that lies on several devices must stay in its parts.
             return jax.lax.psum(nest, self._axis)
-        together = collections.defaultdict(list)
+        groups = collections.defaultdict(list)
         for place, leaf in enumerate(leaves):
-            if leaf.size <= LARGEST_JOINED:
-                together[leaf.dtype].append(place)
-        joined = [
-            jax.numpy.concatenate([leaves[i].ravel() for i in places])
-            for places in together.values()
-        ]
-        apart = sorted(set(range(len(leaves))).difference(*together.values()))
-        sums, others = jax.lax.psum(
-            (joined, [leaves[i] for i in apart]), self._axis
+            is_small = leaf.size <= LARGEST_JOINED
+            groups[leaf.dtype if is_small else place].append(place)
+        joined, take_apart = zip(
+            *(
+                ravel_pytree([leaves[place] for place in places])
+                for places in groups.values()
+            ),
+            strict=True,
         )
-        for place, total in zip(apart, others, strict=True):
-            leaves[place] = total
-        for places, total in zip(together.values(), sums, strict=True):
-            ends = np.cumsum([leaves[i].size for i in places])[:-1]
-            pieces = jax.numpy.split(total, ends)
-            for place, piece in zip(places, pieces, strict=True):
-                leaves[place] = piece.reshape(leaves[place].shape)
+        sums = jax.lax.psum(joined, self._axis)
+        for places, take, total in zip(
+            groups.values(), take_apart, sums, strict=True
+        ):
+            for place, leaf in zip(places, take(total), strict=True):
+                leaves[place] = leaf
         return jax.tree.unflatten(structure, leaves)
 
     @property
