@@ -1,6 +1,7 @@
 """What `Model.fit` trains on, kept where its arrays are."""
 
 import functools
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
@@ -77,6 +78,77 @@ class Group:
         if not self.is_even:
             return Window(None, tuple(self._batches), sizes)
         return Window(map_leaves(_stack, *self._batches), None, sizes)
+
+
+class Groups:
+    """The groups of batches that one epoch of `Model.fit` trains on.
+
+    `tf.data` makes batches ahead of those who ask for one at a time. One who
+    asks for a group finds hardly more than one ready, and the pipeline stands
+    still while the group is trained on. So a thread asks for the next group
+    then. Iterators of Python belong to the thread of `fit`.
+
+    Args:
+        backend: the backend's functions.
+        size: int, most batches in a group, `steps_per_execution`.
+        count: int, groups in the epoch, or `None` where that is not known.
+    """
+
+    def __init__(self, backend, size, count):
+        self._backend = backend
+        self._size = size
+        self._left = count
+        self._next = None
+        self._pool = None
+        if size > 1 and backend.has_own_pipeline:
+            self._pool = ThreadPoolExecutor(1, "accumtrainer-batches")
+
+    def take(self, iterator):
+        """Return the next `Group`.
+
+        Args:
+            iterator: what `fit` hands over.
+
+        Raises:
+            StopIteration: there is none.
+        """
+        begun, self._next = self._next, None
+        group = begun.result() if begun else self._read(iterator)
+        if self._left is not None:
+            self._left -= 1
+        if len(group) < self._size:
+            self._left = 0
+        if self._left is None or (self._left and self._pool):
+            self._next = self._begin(iterator)
+        return group
+
+    def is_last(self):
+        """Whether the epoch ends with the group taken last.
+
+        Where that is not known, it waits until the next one is there. What
+        goes wrong with that one is for the next `take` to raise.
+        """
+        if self._left is not None:
+            return not self._left
+        return isinstance(self._next.exception(), StopIteration)
+
+    def _begin(self, iterator):
+        if self._pool:
+            return self._pool.submit(self._read, iterator)
+        begun = Future()
+        try:
+            begun.set_result(self._read(iterator))
+        except Exception as failure:
+            begun.set_exception(failure)
+        return begun
+
+    def _read(self, iterator):
+        if self._size == 1:
+            return Group([as_batch(self._backend.next_batch(iterator))])
+        items, stacked = self._backend.next_batches(iterator, self._size)
+        if stacked is not None:
+            return Group(stacked=as_batch(stacked))
+        return Group(map(as_batch, items))
 
 
 def as_batch(item):

@@ -14,8 +14,6 @@ What is relied on, and watched by `tests/test_gradient_accumulation.py`:
 which every `fit` begins with, is where what an error has left is put back.
 """
 
-import contextlib
-import itertools
 import math
 import time
 
@@ -27,7 +25,7 @@ from accumtrainer.construction import (
     resolve_loss_scale,
     resolve_optimizer,
 )
-from accumtrainer.fit_batches import Group, as_batch, check_dense
+from accumtrainer.fit_batches import Group, Groups, check_dense
 from accumtrainer.hooks import (
     Hooks,
     LogBook,
@@ -183,8 +181,11 @@ class FitAccumulator(Hooks):
         self._epoch = epoch
         self._open = 0  # micro-batches of the open window that have run
         self._held = []  # those that wait for the rest of it
-        self._ahead = []
-        self._groups = 0
+        self._groups = Groups(
+            self._backend,
+            self.model.steps_per_execution,
+            self._groups_per_epoch,
+        )
         self._logs = {}
 
     def finish_window(self):
@@ -213,6 +214,7 @@ class FitAccumulator(Hooks):
         if model.train_function is self._train_function:
             model.train_function = self._train_function_before
         vars(model).pop("make_train_function", None)
+        self._groups = None
 
     @property
     def progress(self):
@@ -236,7 +238,7 @@ class FitAccumulator(Hooks):
         arrays that have been given away.
         """
         self._check_skips()
-        group, is_last = self._next_group(iterator)
+        group = self._groups.take(iterator)
         if self._program is None:
             self._prepare(group.batches()[0])
         self._fit_state.settle(self._shown)
@@ -249,51 +251,11 @@ class FitAccumulator(Hooks):
             room = self._steps - self._waiting
             part, group = group.cut(room)
             self._fill_window(part, len(part) == room)
-        if is_last and self._waiting:
+        if self._waiting and self._groups.is_last():
             self._close_window()
         self._is_running = False
         self._progress.seconds = time.monotonic() - self._begun
         return self._logs
-
-    def _next_group(self, iterator):
-        """Take up to `steps_per_execution` batches.
-
-        Returns:
-            `Group`, and whether the epoch ends with it.
-        """
-        self._groups += 1
-        size = self.model.steps_per_execution
-        if self._groups_per_epoch is None:
-            return self._next_and_look_ahead(iterator, size)
-        group = self._take(iterator, size)
-        ends = self._groups == self._groups_per_epoch or len(group) < size
-        return group, ends
-
-    def _next_and_look_ahead(self, iterator, size):
-        """Take one batch more, as only that shows whether there is one."""
-        batches = self._ahead + [
-            as_batch(item)
-            for item in itertools.islice(
-                self._items(iterator), size + 1 - len(self._ahead)
-            )
-        ]
-        if not batches:
-            raise StopIteration
-        self._ahead = batches[size:]
-        return Group(batches[:size]), not self._ahead
-
-    def _items(self, iterator):
-        with contextlib.suppress(StopIteration):
-            while True:
-                yield self._backend.next_batch(iterator)
-
-    def _take(self, iterator, size):
-        if size == 1:
-            return Group([as_batch(self._backend.next_batch(iterator))])
-        items, stacked = self._backend.next_batches(iterator, size)
-        if stacked is not None:
-            return Group(stacked=as_batch(stacked))
-        return Group(map(as_batch, items))
 
     @property
     def _waiting(self):

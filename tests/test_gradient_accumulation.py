@@ -1,5 +1,7 @@
 """Accumulation inside plain `Model.fit`, held to the Trainer and to Keras."""
 
+import itertools
+
 import numpy as np
 import pytest
 from keras_core_gaps import keras_3_only
@@ -213,6 +215,32 @@ def test_data_of_unknown_length_loses_nothing(steps_per_execution):
     assert_same_weights(model, trainer.model)
     # Also for callbacks that come first: the tail had been applied by then.
     np.testing.assert_array_equal(seen[0], model.get_weights()[0])
+
+
+@pytest.mark.parametrize("steps", [None, 8])
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+def test_data_that_fail_end_training_after_what_came_before(
+    steps_per_execution, steps
+):
+    def failing():
+        yield from itertools.islice(batches(), 4)
+        raise RuntimeError("torn")
+
+    model = mlp(steps_per_execution=steps_per_execution)
+    callback, watch = GradientAccumulation(2), Watch()
+    with pytest.raises(Exception, match="torn"):
+        model.fit(
+            failing(),
+            steps_per_epoch=steps,
+            shuffle=False,
+            verbose=0,
+            callbacks=[callback, watch],
+        )
+    assert callback.progress.updates == 2
+    trainer = Trainer(mlp(), accumulation=2)
+    trainer.fit(X[:12], Y[:12], **ORDER)
+    last = trainer.model.get_weights()[0]
+    np.testing.assert_allclose(watch.weights[-1], last, rtol=0, atol=1e-6)
 
 
 def test_steps_per_epoch_end_a_window():

@@ -174,6 +174,9 @@ class JaxBackend:
             self._active.publish()
             self._active = None
 
+    has_own_pipeline = False
+    """Whether `Model.fit` trains on what threads of the backend make."""
+
     def next_batch(self, iterator):
         """Return the next batch that `Model.fit` would train on."""
         return next(iterator)

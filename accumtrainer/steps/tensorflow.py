@@ -139,6 +139,9 @@ class TensorFlowBackend:
     def publish(self):
         """Make the Keras variables current; here they always are."""
 
+    has_own_pipeline = True
+    """Whether `Model.fit` trains on what threads of the backend make."""
+
     def next_batch(self, iterator):
         """Return the next batch that `Model.fit` would train on.
 
