@@ -28,6 +28,7 @@ from telling import (
     OURS,
     REFERENCE,
     RESULTS,
+    compare_first_updates,
     compare_with_recorded,
     compare_with_targets,
     describe_cell,
@@ -143,7 +144,10 @@ def main():
         key = cell.key
         if arguments.precision != "float32":
             key += f" {arguments.precision}"
-        for line in compare_with_targets(key, ratios):
+        for line in [
+            *compare_with_targets(key, ratios),
+            *compare_first_updates(timings),
+        ]:
             lines += ["", line]
         print(*lines, "", sep="\n", flush=True)
         fallen += compare_with_recorded(key, ratios)

@@ -29,6 +29,8 @@ TARGETS = {
     "text 16x8": (2, 1.3, 1.2, 0.98),
 }
 TARGETS_OF_K1 = (1, 1, 1, 0.95)
+MOST_OF_FIRST_UPDATE = 1.2
+"""How long our first update may take, in those of Keras compiled alike."""
 
 
 def tell(timings):
@@ -58,7 +60,7 @@ def tell(timings):
                 timing.runner.name + f" ({detail})" * bool(detail),
                 spread(secs * 1000, "{:.2f}"),
                 spread(advantage(timings, name), "{:.2f}x"),
-                _or_blank(timing.first_update_secs, "{:.1f} s"),
+                spread(timing.first_updates, "{:.1f} s"),
                 _or_blank(timing.compilations, "{}"),
                 _or_blank(timing.peak_bytes, "{:,.0f} MiB", 2**20),
             )
@@ -94,6 +96,37 @@ def summarize(timings):
         "by hand": min(by_hand, default=None),
     }
     return {name: round(v, 3) for name, v in ratios.items() if v is not None}
+
+
+def compare_first_updates(timings):
+    """Say how long our first update takes, and Keras's.
+
+    Only who has XLA compile, or has it not, is compared with whom does alike.
+
+    Returns:
+        List of str.
+    """
+    ours = timings.get(OURS)
+    lines = []
+    for name, timing in timings.items():
+        is_reference = name.startswith(REFERENCE)
+        if (
+            ours is None
+            or not is_reference
+            or _uses_xla(timing) != _uses_xla(ours)
+        ):
+            continue
+        ratio = np.median(ours.first_updates) / np.median(timing.first_updates)
+        lines.append(
+            f"First update {ratio:.2f}x of Keras's time, target at most "
+            f"{MOST_OF_FIRST_UPDATE}x"
+            + (": above" if ratio > MOST_OF_FIRST_UPDATE else "")
+        )
+    return lines
+
+
+def _uses_xla(timing):
+    return "XLA" in timing.runner.describe()
 
 
 def compare_with_targets(key, ratios):
@@ -197,9 +230,13 @@ def spread(values, form):
     Example:
         >>> spread([1, 2, 6], "{:.0f}x")
         '2x (1x-6x)'
+        >>> spread([3], "{:.0f}x")
+        '3x'
     """
     if not len(values):
         return ""
+    if len(values) == 1:
+        return form.format(values[0])
     low, high = form.format(np.min(values)), form.format(np.max(values))
     return f"{form.format(np.median(values))} ({low}-{high})"
 
