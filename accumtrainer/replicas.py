@@ -143,15 +143,16 @@ class Merger:
         rules: list of pairs of a variable and how: `"sum"`, its changes add
             up; `"mean"`, they are averaged; `"max"` or `"min"`; `"first"`,
             the first replica's counts; or `"rows"`, somebody else knows.
-        replicas: int.
+        backend: the backend's functions.
     """
 
-    def __init__(self, rules, replicas):
+    def __init__(self, rules, backend):
         # The first rule for a variable holds.
         self._rules = list(
             {id(v): (v, rule) for v, rule in reversed(rules)}.values()
         )
-        self._replicas = replicas
+        self._backend = backend
+        self._replicas = backend.replicas
 
     @property
     def variables(self):
@@ -232,8 +233,9 @@ class Merger:
                 rows[id(variable)] = total
                 continue
             if rule in ("sum", "mean"):
-                total = variable.value + total
+                (before,) = self._backend.read([variable])
+                total = before + total
             elif rule in EXTREMES:
                 total = EXTREMES[rule][2](total, axis=0)
-            variable.assign(total)
+            self._backend.write(variable, total)
         return rows

@@ -23,7 +23,7 @@ class SharedWindow:
         self._passes = passes
         self._merger = Merger(
             _merging_rules(hooks, state, survey, passes, variables.window),
-            backend.replicas,
+            backend,
         )
         self._variables = variables
 

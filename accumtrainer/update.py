@@ -215,10 +215,12 @@ class Update:
         regularization, weight, _ = self._epoch.extras()
         regularization = ops.divide_no_nan(regularization, weight)
         named = named_losses(self._loss_names, means)
+        with self._backend.holding(metric_variables(self._model)):
+            metrics = metric_results(self._model)
         logs = {
             "loss": total_loss(means, self._losses, regularization),
             **named,
-            **metric_results(self._model),
+            **metrics,
             **self._epoch.values(),
         }
         # A model that Keras has trained has metrics for the named losses too,

@@ -166,8 +166,8 @@ class WindowVariables:
             is_first: scalar tensor, bool, whether the window begins here;
                 without it, it does.
         """
-        for variable, start in zip(self._kept, self.start, strict=True):
-            value = ops.convert_to_tensor(variable)
+        values = self._backend.read(self._kept)
+        for value, start in zip(values, self.start, strict=True):
             if is_first is not None:
                 value = ops.where(is_first, value, start.value)
             start.assign(value)
@@ -175,14 +175,14 @@ class WindowVariables:
     def put_back(self):
         """Put everything back as the window's start has found it."""
         for variable, start in zip(self._kept, self.start, strict=True):
-            variable.assign(start.value)
+            self._backend.write(variable, start.value)
 
     def undo(self):
         """Put back what a skipped window changed; what is random stays."""
         ids = {id(variable) for variable in self._undoable}
         for variable, start in zip(self._kept, self.start, strict=True):
             if id(variable) in ids:
-                variable.assign(start.value)
+                self._backend.write(variable, start.value)
 
 
 def _unique(variables):

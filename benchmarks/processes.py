@@ -21,7 +21,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PROCESSES = 2
-ROUND_SECS = 2.0
 READY = "ready"
 
 
@@ -127,7 +126,7 @@ def free_port(count):
                 return first
 
 
-def compare(cell, micro_batches, rounds):
+def compare(cell, micro_batches, rounds, round_secs):
     """Compare two processes with one, and print it."""
     import numpy as np
     from measuring import interval_of_median
@@ -137,7 +136,7 @@ def compare(cell, micro_batches, rounds):
     for team in teams:
         team.secs(2)
         secs = team.secs(2)
-        updates.append(max(1, min(int(ROUND_SECS / secs), team.most_updates)))
+        updates.append(max(1, min(int(round_secs / secs), team.most_updates)))
     secs = [[], []]
     for turn in range(rounds):
         for index in (0, 1) if turn % 2 else (1, 0):
@@ -160,6 +159,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cells", nargs="+", default=["gpt", "conv", "mlp"])
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--round-secs", type=float, default=2.0)
     parser.add_argument("--micro-batches", type=int, nargs="+")
     for name in ("--among", "--process", "--port"):
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
@@ -170,7 +170,7 @@ def main():
         return
     for cell in options.cells:
         for micro_batches in options.micro_batches or (2, 16):
-            compare(cell, micro_batches, options.rounds)
+            compare(cell, micro_batches, options.rounds, options.round_secs)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Prints the dtypes that an update of 8 micro-batches reduces, each as often as
 it does.
 """
 
+import contextlib
 import re
 import sys
 
@@ -47,11 +48,32 @@ def watch_programs():
     trace = Compiled._trace
 
     def watch(self, leaves, treedef):
-        program = trace(self, leaves, treedef)
+        with reads_noted():
+            program = trace(self, leaves, treedef)
         REDUCED.extend(reductions(self, program, leaves))
         return program
 
     Compiled._trace = watch
+
+
+@contextlib.contextmanager
+def reads_noted():
+    """Note, too, what TensorFlow adds up because somebody reads a variable.
+
+    In one process that is no collective operation, but it is between several.
+    """
+    if BACKEND == "jax":
+        yield
+        return
+    reduce = tf.distribute.MirroredStrategy.reduce
+
+    def note(self, kind, value, axis):
+        REDUCED.append(value.dtype.name)
+        return reduce(self, kind, value, axis)
+
+    tf.distribute.MirroredStrategy.reduce = note
+    yield
+    tf.distribute.MirroredStrategy.reduce = reduce
 
 
 def reductions(compiled, program, leaves):

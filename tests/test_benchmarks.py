@@ -15,13 +15,13 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 
-def bench(*arguments):
+def run(script, *arguments):
     # The benchmark runs as users run it; optax mixes dtypes, for example.
     strict = {"JAX_NUMPY_DTYPE_PROMOTION", "XLA_FLAGS"}
     environment = {k: v for k, v in os.environ.items() if k not in strict}
     finished = subprocess.run(
         [
-            *(sys.executable, BENCHMARKS / "bench.py", "--rounds", "2"),
+            *(sys.executable, BENCHMARKS / script, "--rounds", "2"),
             *("--round-secs", "0.01", *arguments),
         ],
         capture_output=True,
@@ -32,6 +32,10 @@ def bench(*arguments):
     return finished.stdout
 
 
+def bench(*arguments):
+    return run("bench.py", *arguments)
+
+
 def rows_of(table):
     """Read a Markdown table, dict of its rows by the first column."""
     lines = [line for line in table.splitlines() if line.startswith("| ")]
@@ -40,7 +44,10 @@ def rows_of(table):
 
 
 def test_every_contender_trains_and_is_compared():
-    rows = rows_of(bench("--cells", "tiny"))
+    printed = bench("--cells", "tiny")
+    rows = rows_of(printed)
+    # Whichever way Keras is compiled, there is one that is compiled alike.
+    assert printed.count("First update ") == 1
     heading = rows[""]
     trainer = next(v for k, v in rows.items() if k.startswith("Trainer, auto"))
     ratio = heading.index("Trainer against it")
@@ -64,6 +71,13 @@ def test_memory_is_measured_in_a_process_of_its_own():
     (trainer,) = (v for k, v in rows.items() if k.startswith("Trainer"))
     assert re.fullmatch(r"[\d,]+ MiB", trainer[place])
     assert "1 micro-batches of 1" in printed
+
+
+def test_two_processes_are_compared_with_one():
+    printed = run("processes.py", "--cells", "tiny", "--micro-batches", "2")
+    heading, ratio = printed.splitlines()[-1].rsplit(", ", 1)
+    assert heading.startswith("tiny, 2 micro-batches, 2 rounds: ")
+    assert re.fullmatch(r"[\d.]+x \([\d.]+x-[\d.]+x\)", ratio)
 
 
 @pytest.fixture

@@ -146,6 +146,19 @@ class JaxBackend:
         """Put the rows of a batch on several devices, if that can be."""
         return self._devices.spread(batch)
 
+    def read(self, variables):
+        """Read variables that have one value for all replicas, `[array]`."""
+        return [variable.value for variable in variables]
+
+    def write(self, variable, tensor):
+        """Assign a variable, so that all replicas know its one value."""
+        variable.assign(tensor)
+
+    def holding(self, variables):
+        """Make a scope in which variables may be read again and again."""
+        del variables
+        return contextlib.nullcontext()
+
     def sum_over_replicas(self, function, shares, *, reading, moving=()):
         """Run a function on every replica, and add up what they return.
 

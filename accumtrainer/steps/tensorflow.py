@@ -108,6 +108,18 @@ class TensorFlowBackend:
         """Leave a batch where it is; one replica computes with it."""
         return batch
 
+    def read(self, variables):
+        """Read variables that have one value for all replicas, `[tensor]`."""
+        return [self._devices.read(variable) for variable in variables]
+
+    def write(self, variable, tensor):
+        """Assign a variable, so that all replicas know its one value."""
+        self._devices.write(variable, tensor)
+
+    def holding(self, variables):
+        """Make a scope in which variables may be read again and again."""
+        return self._devices.holding(variables)
+
     def sum_over_replicas(self, function, shares, *, reading, moving=()):
         """Run a function on every replica, and add up what they return.
 

@@ -84,6 +84,41 @@ class TensorFlowReplicas:
         split = tuple(map_leaves(take, batch) for batch in shares.split)
         return shares._replace(split=split)
 
+    def read(self, variable):
+        """Read a variable that has one value for all replicas.
+
+        The variables of Keras's metrics are in parts, which whoever reads them
+        has the replicas add up. Between updates all parts are equal, as
+        TensorFlow and `write` leave them, and one tells what all are.
+        """
+        value = variable.value
+        if not _is_in_parts(value):
+            return tf.convert_to_tensor(value)
+        part = self._strategy.experimental_local_results(value)[0]
+        return part * self._parts_of(value, part.dtype)
+
+    def write(self, variable, tensor):
+        """Assign a variable, so that all replicas know its one value."""
+        value = variable.value
+        if not _is_in_parts(value):
+            variable.assign(tensor)
+            return
+        part = tensor / self._parts_of(value, tensor.dtype)
+        for copy in self._strategy.experimental_local_results(value):
+            # To read it, as `assign` does otherwise, is an exchange.
+            copy.assign(tf.cast(part, copy.dtype), read_value=False)
+
+    def holding(self, variables):
+        """Make a scope in which those in parts are read without exchanges."""
+        in_parts = [v for v in variables if _is_in_parts(v.value)]
+        if not in_parts:
+            return contextlib.nullcontext()
+        return keras.StatelessScope([(v, self.read(v)) for v in in_parts])
+
+    def _parts_of(self, value, dtype):
+        is_sum = value.aggregation == tf.VariableAggregation.SUM
+        return tf.cast(self.count if is_sum else 1, dtype)
+
     def scope(self):
         """Make a scope in which variables have a copy on every replica."""
         if self._strategy is None:
@@ -129,17 +164,23 @@ class TensorFlowReplicas:
                 lambda leaf: _share_of(leaf, replica % size, size),
                 shares.split,
             )
-            read = [tf.convert_to_tensor(v.value) for v in reading]
+            read = [
+                whole
+                if _is_in_parts(v.value)
+                else tf.convert_to_tensor(v.value)
+                for v, whole in zip(reading, read_once, strict=True)
+            ]
             return program(replica, shares._replace(split=split), read, moved)
 
-        moved = [tf.convert_to_tensor(v.value) for v in moving]
+        read_once = [self.read(v) for v in reading]
+        moved = [self.read(v) for v in moving]
         split = tree.map_structure(
             lambda leaf: _share_of(leaf, 0, size), shares.split
         )
         program = run.get_concrete_function(
             tf.constant(0),
             shares._replace(split=split),
-            [tf.convert_to_tensor(v.value) for v in reading],
+            read_once,
             moved,
         )
         return _sum(
@@ -166,6 +207,13 @@ def _members(strategy):
         if cluster and job in cluster.jobs
         for index in cluster.task_indices(job)
     ]
+
+
+def _is_in_parts(value):
+    """Whether a variable's value is what its copies make together."""
+    return isinstance(value, tf.distribute.DistributedValues) and (
+        value.synchronization == tf.VariableSynchronization.ON_READ
+    )
 
 
 def _replica_index():
