@@ -124,7 +124,8 @@ class Tally:
         self._losses = losses
         self._reductions = dict(reductions)
         # Numerators, denominators, then regularization, weight, samples.
-        self._sums = _variable(f"{name}_sums", np.zeros(2 * losses + 3))
+        self._no_sums = np.zeros(2 * losses + 3, "float32")
+        self._sums = _variable(f"{name}_sums", self._no_sums)
         self._logs = {
             key: _variable(f"{name}_{key}", _empty_log(reduce))
             for key, reduce in self._reductions.items()
@@ -198,15 +199,16 @@ class Tally:
 
     def clear(self):
         """Put every sum back to its beginning."""
-        self._sums.assign(ops.zeros_like(self._sums.value))
+        # Arrays of the host: on JAX every operation outside of a program is
+        # compiled before the first update.
+        self._sums.assign(self._no_sums)
         for name, variable in self._logs.items():
-            start = _empty_log(self._reductions[name])
-            variable.assign(ops.convert_to_tensor(start, dtype="float32"))
+            variable.assign(_empty_log(self._reductions[name]))
 
 
 def _empty_log(reduce):
     start = EXTREMES[reduce][1] if reduce in EXTREMES else 0.0
-    return np.array([start, start if reduce in EXTREMES else 0.0])
+    return np.array([start, start if reduce in EXTREMES else 0.0], "float32")
 
 
 def _variable(name, value):
