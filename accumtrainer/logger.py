@@ -116,7 +116,7 @@ class Logger(Callback, abc.ABC):
         self._running = logs
         if len(self._unread) > MOST_UNREAD:
             self._read(self._unread[: MOST_UNREAD // 2])
-        self._speed.start(self.trainer.samples_seen)
+        self._speed.count(self.trainer.samples_seen)
         progress = self.trainer.progress_at_most
         if self.every.is_due(self._since, progress):
             self._due = progress
@@ -149,6 +149,8 @@ class Logger(Callback, abc.ABC):
         if not self._is_open:
             return
         self._is_open = False
+        # What other callbacks have done at the end is no training.
+        self._speed.stop()
         try:
             self._write_point(self.trainer.progress)
         finally:
@@ -269,12 +271,17 @@ class _Speed:
     def __init__(self):
         self._samples = self._begun = None
         self._paused = 0.0
-        self._pause = None
+        self._pause = self._last = self._end = None
 
-    def start(self, samples):
-        """Begin, unless begun, after the update that compiled everything."""
+    def count(self, samples):
+        """Note an update; the first one compiles everything, and begins."""
+        self._last = time.monotonic()
         if self._begun is None:
-            self._samples, self._begun = samples, time.monotonic()
+            self._samples, self._begun = samples, self._last
+
+    def stop(self):
+        """Leave out what has come after the last update, or its validation."""
+        self._end = self._last
 
     def pause(self):
         """Leave the time from here on out."""
@@ -282,13 +289,14 @@ class _Speed:
 
     def go_on(self):
         """Count the time from here on again."""
+        self._last = time.monotonic()
         if self._pause is not None:
-            self._paused += time.monotonic() - self._pause
+            self._paused += self._last - self._pause
         self._pause = None
 
     def measure(self, samples):
         """Return `{"samples_per_second": float}` and begin anew."""
-        now = time.monotonic()
+        now = time.monotonic() if self._end is None else self._end
         seconds = 0.0
         if self._begun is not None:
             seconds = now - self._begun - self._paused

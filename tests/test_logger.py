@@ -259,7 +259,8 @@ def test_positions_never_go_back_over_a_second_fit():
     assert logger.told == ["open", "close", "open", "close"]
 
 
-def test_speed_leaves_out_validation(monkeypatch):
+@pytest.mark.parametrize("every", [3, 4])
+def test_speed_leaves_out_validation_and_the_end(monkeypatch, every):
     now = [0.0]
     monkeypatch.setattr("accumtrainer.logger.time.monotonic", lambda: now[0])
 
@@ -270,7 +271,11 @@ def test_speed_leaves_out_validation(monkeypatch):
         def on_test_batch_begin(self, batch, logs=None):
             now[0] += 100.0
 
-    logger = Points(Every(3, "updates"))
+        def on_train_end(self, logs=None):
+            now[0] += 100.0
+
+    # Of 6 updates the last are written at the end, unless they were before.
+    logger = Points(Every(every, "updates"))
     fit(
         logger,
         Slow(),
