@@ -106,16 +106,16 @@ def compare_first_updates(timings):
     Returns:
         List of str.
     """
-    ours = timings.get(OURS)
+    if OURS not in timings:
+        return []
+    ours = timings[OURS]
+    alike = [
+        timing
+        for name, timing in timings.items()
+        if name.startswith(REFERENCE) and _uses_xla(timing) == _uses_xla(ours)
+    ]
     lines = []
-    for name, timing in timings.items():
-        is_reference = name.startswith(REFERENCE)
-        if (
-            ours is None
-            or not is_reference
-            or _uses_xla(timing) != _uses_xla(ours)
-        ):
-            continue
+    for timing in alike:
         ratio = np.median(ours.first_updates) / np.median(timing.first_updates)
         lines.append(
             f"First update {ratio:.2f}x of Keras's time, target at most "

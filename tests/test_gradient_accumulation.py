@@ -1,6 +1,7 @@
 """Accumulation inside plain `Model.fit`, held to the Trainer and to Keras."""
 
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from keras_core_gaps import keras_3_only
 from accumtrainer import Accumulation, LossScale, NonFiniteError, Trainer
 from accumtrainer.callbacks.gradient_accumulation import GradientAccumulation
 from accumtrainer.keras_api import BACKEND, keras, ops
+from accumtrainer.steps import make_backend
 
 pytestmark = keras_3_only("has a fit of its own kind, which is refused")
 
@@ -241,6 +243,23 @@ def test_data_that_fail_end_training_after_what_came_before(
     trainer.fit(X[:12], Y[:12], **ORDER)
     last = trainer.model.get_weights()[0]
     np.testing.assert_allclose(watch.weights[-1], last, rtol=0, atol=1e-6)
+
+
+def test_next_group_is_asked_for_while_one_is_trained_on(monkeypatch):
+    askers = []
+    backend = type(make_backend(run_eagerly=False))
+    next_batches = backend.next_batches
+
+    def ask(self, iterator, count):
+        askers.append(threading.current_thread() is threading.main_thread())
+        return next_batches(self, iterator, count)
+
+    monkeypatch.setattr(backend, "next_batches", ask)
+    model = mlp(steps_per_execution=2)
+    model.fit(X, Y, callbacks=[GradientAccumulation(2)], **ORDER)
+    # 8 batches. An iterator of Python belongs to the thread of `fit`.
+    is_main = BACKEND == "jax"
+    assert askers == [True, is_main, is_main, is_main]
 
 
 def test_steps_per_epoch_end_a_window():
