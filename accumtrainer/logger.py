@@ -12,8 +12,8 @@ from accumtrainer.progress import Progress
 LATEST = ("learning_rate", "loss_scale", "updates", "skipped_updates")
 """Numbers of which a point holds the last, not the mean."""
 
-NOT_LOGGED = ("applied", "weight")
-"""Numbers of a window that serve to average the others."""
+NOT_AVERAGED = frozenset({*LATEST, "applied", "weight"})
+"""Those, and numbers of a window that serve to average the others."""
 
 MOST_UNREAD = 64
 """Windows whose numbers may stay on the device."""
@@ -226,17 +226,17 @@ class _Point:
 
     def add(self, window):
         """Add the numbers of a window; skipped ones count only among skips."""
-        is_applied = window["applied"]
+        window = dict(window)
+        is_applied, more = window["applied"], window["weight"]
         if is_applied and not self._has_applied:
             self._sums = {}
         self._has_applied |= is_applied
-        self._latest = {k: v for k, v in window.items() if k in LATEST}
+        self._latest = {name: window[name] for name in LATEST}
         if self._has_applied and not is_applied:
             return
         for name, value in window.items():
-            if name not in LATEST + NOT_LOGGED:
+            if name not in NOT_AVERAGED:
                 total, weight = self._sums.get(name, (0.0, 0.0))
-                more = window["weight"]
                 self._sums[name] = (total + more * value, weight + more)
 
     def numbers(self):

@@ -49,6 +49,7 @@ class WandbRun:
         self._options = options
         self._theirs = set()
         self._sent_before = {"updates": -1}
+        self._leaves_marks = False
         self._marked = {"updates": -1}
         self._marker, self._marker_bytes = None, 0
 
@@ -63,6 +64,8 @@ class WandbRun:
         """
         if self.run is None:
             self.run = self._init()
+        # W&B takes its time to say what never changes.
+        self._leaves_marks = self.run.offline and not self.run.disabled
         self._theirs = set(self._options.get("config") or {})
         if not is_continued:
             self._theirs |= set(self.run.config.keys())
@@ -182,7 +185,7 @@ class WandbRun:
 
     def _mark(self, row):
         """Leave word on disk of what was sent, as nobody else knows."""
-        if not self.run.offline or self.run.disabled:
+        if not self._leaves_marks:
             return
         is_new = row["updates"] != self._marked["updates"]
         self._marked = row if is_new else self._marked | row

@@ -34,13 +34,13 @@ class Report:
         self._layout = layout
         self._packed = packed
         self._micro_batches = micro_batches
-        self._sections = None
+        self._numbers = None
 
     def section(self, name):
         """Read `"window"`, `"running"` or `"counters"` as Python numbers."""
-        if self._sections is None:
-            self._sections = self._layout.unpack(self._packed)
-        return self._sections[name]
+        if self._numbers is None:
+            self._numbers = self._layout.read(self._packed)
+        return self._layout.unpack(name, self._numbers)
 
     def has(self, name):
         """Whether a section is there; without waiting for the device."""
@@ -94,10 +94,11 @@ class _Layout:
         """Pack `{section: {name: tensor}}`; runs while tracing."""
         kinds = {"float": [], "int": [], "other": []}
         for section, values in sections.items():
+            places = self._places.setdefault(section, {})
             for name, value in values.items():
                 value = ops.convert_to_tensor(value)
                 kind = _kind(value)
-                self._places[section, name] = (kind, len(kinds[kind]))
+                places[name] = (kind, len(kinds[kind]))
                 kinds[kind].append(value)
         packed = {"other": kinds["other"]}
         if kinds["float"]:
@@ -110,28 +111,30 @@ class _Layout:
 
     def has(self, section):
         """Whether a section was packed."""
-        return any(known == section for known, _ in self._places)
+        return section in self._places
 
     def tensors(self, section, packed):
         """Return a section's tensors by name, `None` for each number."""
         return {
             name: packed["other"][place] if kind == "other" else None
-            for (known, name), (kind, place) in self._places.items()
-            if known == section
+            for name, (kind, place) in self._places[section].items()
         }
 
-    def unpack(self, packed):
-        """Read what `pack` made, `{section: {name: number}}`."""
-        arrays = {
-            kind: np.asarray(value).tolist()
-            for kind, value in packed.items()
-            if kind != "other"
+    def read(self, packed):
+        """Wait for what `pack` made, and bring it to the host."""
+        return {
+            kind: [np.asarray(value) for value in values]
+            if kind == "other"
+            else np.asarray(values).tolist()
+            for kind, values in packed.items()
         }
-        arrays["other"] = [np.asarray(value) for value in packed["other"]]
-        sections = {}
-        for (section, name), (kind, place) in self._places.items():
-            sections.setdefault(section, {})[name] = arrays[kind][place]
-        return sections
+
+    def unpack(self, section, numbers):
+        """Return a section of what was read, `{name: number}`."""
+        return {
+            name: numbers[kind][place]
+            for name, (kind, place) in self._places[section].items()
+        }
 
 
 def _kind(value):
@@ -362,4 +365,5 @@ class EvaluationStep:
 
     def results(self):
         """Read the evaluation so far, `{name: float}`."""
-        return self._layout.unpack(self._read())["results"]
+        numbers = self._layout.read(self._read())
+        return self._layout.unpack("results", numbers)
