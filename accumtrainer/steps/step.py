@@ -70,7 +70,7 @@ class Report:
         mean has forgotten that window: `TerminateOnNaN` looks for it here.
         """
         window = self.window_logs()
-        logs = dict(self.section("running"))
+        logs = self.section("running")
         if not np.isfinite(window["loss"]):
             logs["loss"] = window["loss"]
         return logs | {name: window[name] for name in CLOCKS}
