@@ -1,6 +1,5 @@
 """What every test starts from: a backend, fixed seeds, float32."""
 
-import gc
 import itertools
 import os
 import pathlib
@@ -50,13 +49,6 @@ hypothesis.settings.load_profile("suite")
 DEVICES = 4
 """Into how many devices the tests divide the processor."""
 
-
-@pytest.fixture(autouse=True, scope="session")
-def tests_run():
-    """Count the tests of this process."""
-    return itertools.count(1)
-
-
 if BACKEND == "jax":
     import jax
 
@@ -67,6 +59,11 @@ if BACKEND == "jax":
     # ends it when they are used up; a whole suite on one worker comes close.
     MOST_PIECES = 20_000
     TESTS_PER_LOOK = 20
+
+    @pytest.fixture(autouse=True, scope="session")
+    def tests_run():
+        """Count the tests of this process."""
+        return itertools.count(1)
 
     @pytest.fixture(autouse=True)
     def compiled_programs_are_few(tests_run):
@@ -87,23 +84,6 @@ elif BACKEND == "tensorflow":
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * DEVICES,
     )
-
-    # What was imported stays, and need not be looked at again and again.
-    gc.collect()
-    gc.freeze()
-    TESTS_PER_COLLECTION = 10
-
-    @pytest.fixture(autouse=True)
-    def garbage_is_young(tests_run):
-        """Delete what tests have left before that takes long.
-
-        An iterator of TensorFlow over a Python generator that has not ended
-        waits, when it is deleted, for a thread that wakes ever more rarely:
-        8 s for one left 12 s ago, up to 100 s at the end of a long run.
-        """
-        yield
-        if next(tests_run) % TESTS_PER_COLLECTION == 0:
-            gc.collect()
 
 
 def pytest_report_header():

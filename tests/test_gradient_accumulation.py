@@ -28,7 +28,7 @@ def compiled(model, optimizer=None, **options):
     arguments = {
         "optimizer": optimizer or keras.optimizers.Adam(0.05),
         "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        "jit_compile": JIT_COMPILE,
+        "jit_compile": "auto" if JIT_COMPILE else False,
     }
     model.compile(**arguments | options)
     return model
