@@ -63,6 +63,12 @@ def read_arguments():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--round-secs", type=float, default=1.0)
     parser.add_argument(
+        "--starts",
+        type=int,
+        default=3,
+        help="first updates, of those who are compared by them",
+    )
+    parser.add_argument(
         "--k1", action="store_true", help="also updates of one micro-batch"
     )
     parser.add_argument(
@@ -135,6 +141,7 @@ def main():
             arguments.contenders,
             rounds=arguments.rounds,
             round_secs=arguments.round_secs,
+            starts=arguments.starts,
             python=arguments.peers,
         )
         if arguments.memory:

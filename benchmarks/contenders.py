@@ -188,6 +188,26 @@ def handwritten_stream(cell, model):
 
 
 @contender("jax")
+def guarded(cell, model):
+    """Let that window skip gradients that are not finite."""
+    return run_handwritten(
+        "hand-written window, guarded", cell, model, is_guarded=True
+    )
+
+
+@contender("jax")
+def guarded_stream(cell, model):
+    """Let that stream skip gradients that are not finite."""
+    return run_handwritten(
+        "hand-written stream, guarded",
+        cell,
+        model,
+        is_fused=False,
+        is_guarded=True,
+    )
+
+
+@contender("jax")
 def optax(cell, model):
     """Let optax accumulate, in a jitted step of one's own."""
     make_step = make_optax_loop(model, make_loss(), cell.micro_batches)
@@ -204,6 +224,30 @@ def handwritten_with_xla(cell, model):
 def handwritten_without_xla(cell, model):
     """Write the window by hand, not compiled by XLA."""
     return run_handwritten("hand-written", cell, model, jit_compile=False)
+
+
+@contender("tensorflow")
+def guarded_with_xla(cell, model):
+    """Let the window skip gradients that are not finite, compiled by XLA."""
+    return run_handwritten(
+        "hand-written, guarded, XLA",
+        cell,
+        model,
+        jit_compile=True,
+        is_guarded=True,
+    )
+
+
+@contender("tensorflow")
+def guarded_without_xla(cell, model):
+    """Let it do so, not compiled by XLA."""
+    return run_handwritten(
+        "hand-written, guarded",
+        cell,
+        model,
+        jit_compile=False,
+        is_guarded=True,
+    )
 
 
 @contender("tensorflow")

@@ -1,18 +1,25 @@
 """Windows written by hand for one model, with nothing beside them.
 
-No metrics, no hooks, no loss scaling, no check that gradients are finite, no
-denominators: what a researcher writes who needs only this one update.
-`make_window` is the limit; `make_recipe` and `make_optax_loop` are what is
-found when one looks for how to accumulate. All functions return a function of
-a window's arrays `[k, m, ...]` that makes one update and returns the mean
-loss, still on the device.
+No metrics, no hooks, no loss scaling, no denominators, and unless asked for no
+check that gradients are finite: what a researcher writes who needs only this
+one update. `make_window` is the limit; `make_recipe` and `make_optax_loop` are
+what is found when one looks for how to accumulate. All functions return a
+function of a window's arrays `[k, m, ...]` that makes one update and returns
+the mean loss, still on the device.
 """
 
 import keras
 
 
 def make_window(
-    model, optimizer, loss_fn, *, jit_compile, is_fused=True, parallel=1
+    model,
+    optimizer,
+    loss_fn,
+    *,
+    jit_compile,
+    is_fused=True,
+    parallel=1,
+    is_guarded=False,
 ):
     """Make the hand-written update of the backend Keras runs on.
 
@@ -25,6 +32,8 @@ def make_window(
             one for each micro-batch and one to apply.
         parallel: int, for TensorFlow: how many micro-batches may be under way
             at once, and have their activations in memory.
+        is_guarded: bool: whether weights and optimizer are left alone where
+            the gradients' sum of squares is not finite, as by a Trainer.
 
     Returns:
         Pair of functions: of `(x, y)` to the window's mean loss, and of
@@ -33,14 +42,38 @@ def make_window(
     optimizer.build(model.trainable_variables)
     if keras.backend.backend() == "jax":
         make = _make_jax_window if is_fused else _make_jax_stream
-        return make(model, optimizer, loss_fn)
+        return make(model, optimizer, loss_fn, is_guarded)
     return _make_tensorflow_window(
-        model, optimizer, loss_fn, jit_compile=jit_compile, parallel=parallel
+        model,
+        optimizer,
+        loss_fn,
+        jit_compile=jit_compile,
+        parallel=parallel,
+        is_guarded=is_guarded,
     )
 
 
-def _make_jax_window(model, optimizer, loss_fn):
+def _guard_jax(stateless_apply):
+    """Let the application of gradients be skipped where they are not finite."""
     import jax
+
+    def guarded(slots, gradients, weights):
+        square = sum(jax.numpy.sum(g * g) for g in gradients)
+        return jax.lax.cond(
+            jax.numpy.isfinite(square),
+            lambda: stateless_apply(slots, gradients, weights),
+            lambda: (weights, slots),
+        )
+
+    return guarded
+
+
+def _make_jax_window(model, optimizer, loss_fn, is_guarded):
+    import jax
+
+    stateless_apply = optimizer.stateless_apply
+    if is_guarded:
+        stateless_apply = _guard_jax(stateless_apply)
 
     def loss_of(weights, others, x, y):
         outputs, others = model.stateless_call(
@@ -63,7 +96,7 @@ def _make_jax_window(model, optimizer, loss_fn):
         start = (jax.numpy.zeros(()), others, zeros)
         (total, others, gradients), _ = jax.lax.scan(step, start, (x, y))
         gradients = [gradient / x.shape[0] for gradient in gradients]
-        weights, slots = optimizer.stateless_apply(slots, gradients, weights)
+        weights, slots = stateless_apply(slots, gradients, weights)
         return total / x.shape[0], (weights, others, slots)
 
     window = jax.jit(window, donate_argnums=0)
@@ -83,8 +116,12 @@ def _make_jax_window(model, optimizer, loss_fn):
     return run, lambda: jax.block_until_ready(state)
 
 
-def _make_jax_stream(model, optimizer, loss_fn):
+def _make_jax_stream(model, optimizer, loss_fn, is_guarded):
     import jax
+
+    stateless_apply = optimizer.stateless_apply
+    if is_guarded:
+        stateless_apply = _guard_jax(stateless_apply)
 
     def loss_of(weights, others, x, y):
         outputs, others = model.stateless_call(
@@ -103,7 +140,7 @@ def _make_jax_stream(model, optimizer, loss_fn):
     def apply(weights, slots, sums, count):
         total, others, gradients = sums
         means = [gradient / count for gradient in gradients]
-        weights, slots = optimizer.stateless_apply(slots, means, weights)
+        weights, slots = stateless_apply(slots, means, weights)
         zeros = jax.tree.map(jax.numpy.zeros_like, gradients)
         sums = (jax.numpy.zeros_like(total), others, zeros)
         return total / count, (weights, slots, sums)
@@ -132,11 +169,24 @@ def _make_jax_stream(model, optimizer, loss_fn):
 
 
 def _make_tensorflow_window(
-    model, optimizer, loss_fn, *, jit_compile, parallel
+    model, optimizer, loss_fn, *, jit_compile, parallel, is_guarded
 ):
     import tensorflow as tf
 
-    weights = [variable.value for variable in model.trainable_variables]
+    variables = model.trainable_variables
+    weights = [variable.value for variable in variables]
+
+    def apply(gradients):
+        if not is_guarded:
+            optimizer.apply(gradients, variables)
+            return
+        square = sum(tf.reduce_sum(g * g) for g in gradients)
+
+        def applied():
+            optimizer.apply(gradients, variables)
+            return True
+
+        tf.cond(tf.math.is_finite(square), applied, lambda: False)
 
     @tf.function(jit_compile=jit_compile, autograph=False)
     def window(x, y):
@@ -158,7 +208,7 @@ def _make_tensorflow_window(
         )
         scale = 1 / tf.cast(count, tf.float32)
         gradients = [gradient * scale for gradient in gradients]
-        optimizer.apply(gradients, model.trainable_variables)
+        apply(gradients)
         return total * scale
 
     return window, lambda: weights[0].numpy()

@@ -15,7 +15,6 @@ import numpy as np
 from contenders import BACKEND, CONTENDERS, PEERS, Runner, start_peer
 
 STATUS = Path("/proc/self/status")
-STARTS = 3
 STARTED_AGAIN = (
     "trainer",
     "keras_accumulating",
@@ -72,7 +71,7 @@ class Compilations:
 COMPILATIONS = Compilations()
 
 
-def measure(cell, contenders, *, rounds, round_secs, python=None):
+def measure(cell, contenders, *, rounds, round_secs, starts=3, python=None):
     """Time some contenders on one cell, in turn.
 
     Args:
@@ -80,6 +79,7 @@ def measure(cell, contenders, *, rounds, round_secs, python=None):
         contenders: list of names.
         rounds: int.
         round_secs: seconds that a round should take at most.
+        starts: first updates of each of `STARTED_AGAIN`.
         python: interpreter of the peers, or `None` to leave them out.
 
     Returns:
@@ -88,7 +88,7 @@ def measure(cell, contenders, *, rounds, round_secs, python=None):
     timings = {name: start(CONTENDERS[name], cell) for name in contenders}
     check_losses(timings)
     again = [name for name in contenders if name in STARTED_AGAIN]
-    for turn in range(1, STARTS):
+    for turn in range(1, starts):
         # Each comes first once, as whoever does pays for more.
         for name in again[turn:] + again[:turn]:
             (secs,) = start(CONTENDERS[name], cell).first_updates

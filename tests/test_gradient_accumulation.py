@@ -1,5 +1,6 @@
 """Accumulation inside plain `Model.fit`, held to the Trainer and to Keras."""
 
+import gc
 import itertools
 import threading
 
@@ -21,6 +22,28 @@ Y = np.random.default_rng(1).integers(0, 3, 22)
 WEIGHTS = np.random.default_rng(2).uniform(0.2, 2, 22).astype("float32")
 # 8 batches of 3 samples, the last of one: windows of 3, 3 and 2 batches.
 ORDER = {"batch_size": 3, "shuffle": False, "verbose": 0}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_is_older_is_left_alone():
+    """Have garbage looked for only in what these tests make."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def unended_data_are_let_go_of():
+    """Delete the iterator that `fit` leaves amid its data, at once.
+
+    A thread of TensorFlow looks after each, ever more rarely, and who deletes
+    one waits for the thread: up to a minute, in whichever test that falls.
+    """
+    yield
+    gc.collect()
+
+
+leaves_data_unended = pytest.mark.usefixtures("unended_data_are_let_go_of")
 
 
 def compiled(model, optimizer=None, **options):
@@ -222,6 +245,7 @@ def test_data_of_unknown_length_loses_nothing(steps_per_execution):
     np.testing.assert_array_equal(seen[0], model.get_weights()[0])
 
 
+@leaves_data_unended
 @pytest.mark.parametrize("steps", [None, 8])
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 def test_data_that_fail_end_training_after_what_came_before(
@@ -306,6 +330,7 @@ def test_callbacks_see_every_batch_and_the_weights_of_every_update():
     np.testing.assert_allclose(watch.losses[-1], history.history["loss"][0])
 
 
+@leaves_data_unended
 def test_stopping_amid_a_window_still_makes_its_update():
     watch = Watch(stop_after=5)
     model = mlp()
@@ -346,6 +371,7 @@ def test_stock_callbacks_work_beside_it(tmp_path):
     assert keras.models.load_model(path).built
 
 
+@leaves_data_unended
 def test_nan_terminates_and_leaves_the_weights():
     bad = X.copy()
     bad[4] = np.nan
@@ -358,6 +384,7 @@ def test_nan_terminates_and_leaves_the_weights():
     assert callbacks[0].progress.updates == 0
 
 
+@leaves_data_unended
 def test_too_many_bad_windows_stop_training_with_the_weights_kept():
     model = mlp()
     start = model.get_weights()
@@ -407,6 +434,7 @@ class Fail(keras.callbacks.Callback):
             raise RuntimeError("on purpose")
 
 
+@leaves_data_unended
 @pytest.mark.parametrize("goes_on", ["fit", "train_on_batch", "callback"])
 def test_error_leaves_nothing_behind_in_the_next(goes_on):
     model, callback = mlp(), GradientAccumulation(3)
@@ -491,6 +519,7 @@ def test_overridden_compute_loss_is_honoured_with_its_denominator():
     )
 
 
+@leaves_data_unended
 def test_bare_loss_without_denominator_is_refused():
     model = own_loss()
     with pytest.raises(
@@ -640,6 +669,7 @@ def test_fit_makes_the_train_function_before_training_begins():
     assert calls[2:] == ["make_train_function"]
 
 
+@leaves_data_unended
 def test_fit_calls_the_train_function_that_it_finds():
     model = mlp(steps_per_execution=2)
     calls = []
