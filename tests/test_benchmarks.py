@@ -7,9 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from accumtrainer.keras_api import BACKEND
+from accumtrainer.keras_api import BACKEND, keras
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -130,3 +131,26 @@ def test_cells_that_were_not_run_stay_in_the_results(telling, monkeypatch):
     assert written.count("### ") == 2 and written.count("first") == 1
     assert written.index("again") < written.index("### b")
     assert written.count(f"## {BACKEND}\n") == 1
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_window_by_hand_skips_bad_gradients_where_it_is_guarded(
+    is_fused, is_guarded
+):
+    from handwritten import make_window
+
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    train, _ = make_window(
+        model,
+        keras.optimizers.Adam(),
+        lambda y, outputs: keras.ops.mean((y - outputs) ** 2),
+        jit_compile=False,
+        is_fused=is_fused,
+        is_guarded=is_guarded,
+    )
+    x, y = np.ones([2, 4, 3], "float32"), np.ones([2, 4, 1], "float32")
+    before = float(train(x, y))
+    assert np.isnan(float(train(x * np.nan, y)))
+    after = float(train(x, y))
+    assert (after < before) if is_guarded else np.isnan(after)
