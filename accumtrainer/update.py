@@ -163,8 +163,10 @@ class Update:
     def _commit(self, gradients, info, means, denominators):
         """Make the update; every clock that counts updates moves."""
         state = self._state
-        self._optimizer.apply(
-            self._for_optimizer(gradients), self._model.trainable_variables
+        self._backend.apply(
+            self._optimizer,
+            self._for_optimizer(gradients),
+            self._model.trainable_variables,
         )
         state.updates.assign(state.updates.value + 1)
         state.consecutive_skips.assign(

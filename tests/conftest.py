@@ -84,6 +84,10 @@ elif BACKEND == "tensorflow":
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * DEVICES,
     )
+    # Rewriting a program takes longer than a test then runs it.
+    tf.config.optimizer.set_experimental_options(
+        {"disable_meta_optimizer": True}
+    )
 
 
 def pytest_report_header():

@@ -1,5 +1,7 @@
 """Claims about micro-batches that fit: chosen below a limit, given way to."""
 
+import gc
+
 import numpy as np
 import pytest
 
@@ -41,6 +43,21 @@ def make_trainer(accumulation, **options):
         seed=0,
         **options,
     )
+
+
+if BACKEND == "tensorflow":
+    import tensorflow as tf
+
+    def count_what_is_kept():
+        """Count the graphs there are; one holds all that was traced."""
+        return sum(issubclass(type(o), tf.Graph) for o in gc.get_objects())
+
+elif BACKEND == "jax":
+    import jax
+
+    def count_what_is_kept():
+        """Count the arrays there are."""
+        return len(jax.live_arrays())
 
 
 def auto(limit):
@@ -408,3 +425,15 @@ def test_loss_that_cannot_be_weighed_is_refused_before_anything_is_cut(data):
     trainer = Trainer(model, accumulation=auto(UNLIMITED), **options)
     with pytest.raises(ValueError, match="denominator"):
         trainer.fit(*data, batch_size=24, verbose=0)
+
+
+# --- Afterwards. ---
+
+
+def test_trainer_that_is_gone_leaves_nothing_behind(data):
+    kept = []
+    for _ in range(3):
+        make_trainer(2).fit(*data, batch_size=8, verbose=0)
+        gc.collect()
+        kept.append(count_what_is_kept())
+    assert kept[2] <= kept[1]

@@ -277,6 +277,10 @@ class JaxBackend:
         """Add up the squares of an array, float32."""
         return jax.numpy.sum(jax.numpy.square(gradient))
 
+    def apply(self, optimizer, gradients, variables):
+        """Have an optimizer change variables by gradients."""
+        optimizer.apply(gradients, variables)
+
     def cond(self, predicate, true_fn, false_fn):
         """Run one of two functions that change variables.
 

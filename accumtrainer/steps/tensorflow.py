@@ -250,6 +250,23 @@ class TensorFlowBackend:
         rest = tf.square(flat[rows * ROW :])
         return tf.reduce_sum(total) + tf.reduce_sum(rest)
 
+    def apply(self, optimizer, gradients, variables):
+        """Have an optimizer change variables by gradients.
+
+        Keras has TensorFlow add them up over replicas first, even if there is
+        no strategy; and whatever graph does so, TensorFlow keeps for good, with
+        all that it holds (`all_reduce` registers a gradient of its own each
+        time). In a merge call Keras leaves that out.
+        """
+
+        def merged(_):
+            optimizer.apply(gradients, variables)
+
+        if tf.distribute.has_strategy():
+            optimizer.apply(gradients, variables)
+        else:
+            tf.distribute.get_replica_context().merge_call(merged)
+
     def cond(self, predicate, true_fn, false_fn):
         """Run one of two functions that change variables.
 
