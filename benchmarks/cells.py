@@ -330,8 +330,8 @@ def deep():
     """Make a model of 2,000 variables, most of which hardly compute.
 
     Without residual connections: XLA on a CPU fuses a long chain of them again
-    and again, and takes five times as long for twice as many layers, whoever
-    asks it to compile.
+    and again, and takes four to five times as long for twice as many layers,
+    whoever asks it to compile.
     """
 
     def make_model():

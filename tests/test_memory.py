@@ -1,4 +1,4 @@
-"""Claims about micro-batches that fit: chosen below a limit, given way to."""
+"""Claims about memory: micro-batches that fit, and what stays behind."""
 
 import gc
 
