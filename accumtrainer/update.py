@@ -19,6 +19,8 @@ from accumtrainer.state import Scratch
 class Update:
     """Applies the sums of a window's gradients.
 
+    Whoever calls it clears the sums afterwards, those of losses too.
+
     Args:
         hooks: `Hooks`, usually the Trainer.
         state: `TrainingState`.
@@ -119,7 +121,6 @@ class Update:
             window["clipped_gradient_norm"] = clipped_norm(
                 gradients, self._optimizer
             )
-        self._window.clear()
         return {
             "window": window,
             "running": self.running_logs(),
@@ -149,7 +150,6 @@ class Update:
             weighing, total_weight=weight, micro_batches=count
         )
         gradients = _divide(sums, divisor)
-        self._window.clear()
         return total_loss(means, self._losses, 0.0), gradients
 
     def _window_means(self, count):

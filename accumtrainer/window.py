@@ -213,12 +213,13 @@ class WindowProgram:
             )
             ahead = split_rows(cotangents, parts[0]), loss
             sums = self._passes.add(sums, gradients)
-        per_micro_batch, sums = self._passes.scan(
-            stacked, share, self._variables.window, sums, ahead=ahead
-        )
-        report = self._update.apply(
-            ops.cast(micro_batches, "int32"), weighing, list(sums)
-        )
+        with self._variables.begun_empty():
+            per_micro_batch, sums = self._passes.scan(
+                stacked, share, self._variables.window, sums, ahead=ahead
+            )
+            report = self._update.apply(
+                ops.cast(micro_batches, "int32"), weighing, list(sums)
+            )
         return report | {"per_micro_batch": per_micro_batch}
 
     def run_shares(self, shares):
@@ -242,6 +243,7 @@ class WindowProgram:
         report = self._update.apply(
             ops.cast(share.total, "int32"), weighing, sums
         )
+        self._variables.window.clear()
         return report | {"per_micro_batch": per_micro_batch}
 
     # One micro-batch after the other.
@@ -338,7 +340,7 @@ class WindowProgram:
             self._weighing(is_even),
             self._variables.accumulated,
         )
-        self._variables.clear_accumulators()
+        self._variables.clear_sums()
         return report
 
     def take_gradients(self, micro_batches, is_even):
@@ -356,7 +358,7 @@ class WindowProgram:
             self._weighing(is_even),
             self._variables.accumulated,
         )
-        self._variables.clear_accumulators()
+        self._variables.clear_sums()
         return taken
 
     # What has been trained on so far.

@@ -1,5 +1,7 @@
 """What a window keeps in variables: sums, and what it may have to put back."""
 
+import contextlib
+
 from accumtrainer.keras_api import keras, ops
 from accumtrainer.objective import is_random_state, metric_variables
 from accumtrainer.state import Tally
@@ -143,8 +145,23 @@ class WindowVariables:
         """The sums of gradients, list of tensors, float32."""
         return [accumulator.value for accumulator in self.accumulators]
 
-    def clear_accumulators(self):
-        """Begin with sums of no gradients."""
+    @contextlib.contextmanager
+    def begun_empty(self):
+        """Make a scope in which the sums of losses begin at nothing.
+
+        Between windows they are empty, but a compiler cannot know it. It does
+        if they are emptied first, and put back to what they were last: nobody
+        needs these variables then.
+        """
+        before = self._backend.read(self.window.variables)
+        self.window.clear()
+        yield
+        for variable, value in zip(self.window.variables, before, strict=True):
+            variable.assign(value)
+
+    def clear_sums(self):
+        """Begin with sums of no micro-batches, of losses and of gradients."""
+        self.window.clear()
         for accumulator in self.accumulators:
             accumulator.assign(ops.zeros_like(accumulator.value))
 
@@ -154,8 +171,7 @@ class WindowVariables:
         """Begin an epoch's running means, and forget a broken-off window."""
         self._state.epoch.assign(epoch)
         self.epoch.clear()
-        self.window.clear()
-        self.clear_accumulators()
+        self.clear_sums()
         for metric in self._model.metrics:
             metric.reset_state()
 
