@@ -206,14 +206,14 @@ class WindowProgram:
         self._variables.keep_start()
         sums = self._passes.zeros()
         ahead = None
-        if self.looks_ahead(micro_batches):
-            parts = self._passes.scan_embeddings(stacked, share)
-            cotangents, loss, gradients = self._differentiate(
-                join_rows(parts), micro_batches
-            )
-            ahead = split_rows(cotangents, parts[0]), loss
-            sums = self._passes.add(sums, gradients)
         with self._variables.begun_empty():
+            if self.looks_ahead(micro_batches):
+                parts = self._passes.scan_embeddings(stacked, share)
+                cotangents, loss, gradients = self._differentiate(
+                    join_rows(parts), micro_batches
+                )
+                ahead = split_rows(cotangents, parts[0]), loss
+                sums = self._passes.add(sums, gradients)
             per_micro_batch, sums = self._passes.scan(
                 stacked, share, self._variables.window, sums, ahead=ahead
             )
