@@ -24,14 +24,6 @@ WEIGHTS = np.random.default_rng(2).uniform(0.2, 2, 22).astype("float32")
 ORDER = {"batch_size": 3, "shuffle": False, "verbose": 0}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def what_is_older_is_left_alone():
-    """Have garbage looked for only in what these tests make."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture
 def unended_data_are_let_go_of():
     """Delete the iterator that `fit` leaves amid its data, at once.
@@ -228,6 +220,7 @@ def batches():
         yield X[start : start + 3], Y[start : start + 3]
 
 
+@leaves_data_unended
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
 def test_data_of_unknown_length_loses_nothing(steps_per_execution):

@@ -1,7 +1,6 @@
 """Claims about several processes: they train as one, and stop together."""
 
 import contextlib
-import os
 import re
 import signal
 import socket
@@ -10,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import environments
 import numpy as np
 import pytest
 import shares_run
@@ -49,7 +49,7 @@ def start_script(script, count, *arguments):
     # The example runs as users run it.
     strict = {"JAX_NUMPY_DTYPE_PROMOTION", "XLA_FLAGS"}
     left_out = strict if script == EXAMPLE else ()
-    environment = {k: v for k, v in os.environ.items() if k not in left_out}
+    environment = environments.of_one_backend(left_out)
     port = free_port()
     return [
         subprocess.Popen(

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import environments
 import pytest
 
 SOAK = Path(__file__).with_name("soak.py")
@@ -13,6 +14,7 @@ SOAK = Path(__file__).with_name("soak.py")
 def test_a_run_that_is_killed_ends_like_one_that_is_not(configuration):
     finished = subprocess.run(
         [sys.executable, SOAK, "--kills=1", "--configurations", configuration],
+        env=environments.of_one_backend(),
         capture_output=True,
         text=True,
     )

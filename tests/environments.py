@@ -1,0 +1,27 @@
+"""What the processes that tests start find in their environment."""
+
+import os
+from pathlib import Path
+
+from accumtrainer.keras_api import BACKEND
+
+WITHOUT_TENSORFLOW = Path(__file__).with_name("without_tensorflow")
+
+
+def of_one_backend(left_out=()):
+    """Copy the environment for a process that uses this backend alone.
+
+    On JAX it finds no TensorFlow: where Keras does, it imports it to seed it,
+    which takes every process four seconds.
+
+    Args:
+        left_out: names of variables that the process shall not have.
+
+    Returns:
+        Dict of str.
+    """
+    environment = os.environ | {"KERAS_BACKEND": BACKEND}
+    if BACKEND == "jax":
+        paths = [str(WITHOUT_TENSORFLOW), os.environ.get("PYTHONPATH")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return {k: v for k, v in environment.items() if k not in left_out}
