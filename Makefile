@@ -47,7 +47,7 @@ demo: $(INSTALLED)
 test: $(TESTS) $(KERAS_CORE_TESTS)
 
 $(TESTS): test-%: $(INSTALLED)
-	KERAS_BACKEND=$* $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	KERAS_BACKEND=$* $(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 # tests/keras_core_contract.py says which of their tests Keras Core is held to;
 # this prints which of those it cannot pass, and why.
