@@ -33,7 +33,9 @@ import hypothesis
 import numpy as np
 import pytest
 
+from accumtrainer import engine
 from accumtrainer.keras_api import BACKEND, KERAS_NAME, keras
+from accumtrainer.steps import choose_plan
 
 if KERAS_NAME == "keras_core":
     from keras_core_contract import (
@@ -136,3 +138,20 @@ def keras_may_promote():
     )
     with jax.numpy_dtype_promotion("standard"):
         yield
+
+
+@pytest.fixture
+def without_xla(monkeypatch):
+    """Have XLA compile nothing on TensorFlow but where a test asks for it.
+
+    For tests whose subject is the same either way: windows compile in half of
+    the time so, and TensorFlow keeps what XLA has compiled for good, some 10
+    MiB for each Trainer.
+    """
+    if BACKEND == "tensorflow":
+
+        def choose(*arguments, jit_compile, **options):
+            jit_compile = False if jit_compile == "auto" else jit_compile
+            return choose_plan(*arguments, jit_compile=jit_compile, **options)
+
+        monkeypatch.setattr(engine, "choose_plan", choose)

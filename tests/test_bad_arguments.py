@@ -17,6 +17,8 @@ from accumtrainer import (
 )
 from accumtrainer.keras_api import keras, ops
 
+pytestmark = pytest.mark.usefixtures("without_xla")
+
 X = np.linspace(-1, 1, 24, dtype="float32").reshape(12, 2)
 Y = X.sum(axis=1, keepdims=True)
 

@@ -21,6 +21,8 @@ from accumtrainer.checkpoint import (
 )
 from accumtrainer.snapshot import blank, decode, encode
 
+pytestmark = pytest.mark.usefixtures("without_xla")
+
 
 def make_snapshot(updates=3, value=1.0):
     return Snapshot(

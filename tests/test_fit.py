@@ -10,6 +10,8 @@ from accumtrainer import Accumulation, Callback, DataError, Every, Trainer
 from accumtrainer import loop as loop_module
 from accumtrainer.keras_api import BACKEND, keras, ops
 
+pytestmark = pytest.mark.usefixtures("without_xla")
+
 X = np.random.default_rng(0).normal(size=(24, 3)).astype("float32")
 Y = (X @ [[1.0], [-2.0], [0.5]] + 0.1).astype("float32")
 LABELS = (X[:, 0] > 0).astype("int32")

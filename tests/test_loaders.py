@@ -7,6 +7,8 @@ from accumtrainer import Trainer
 from accumtrainer.keras_api import BACKEND, keras
 from accumtrainer.sources import make_source
 
+pytestmark = pytest.mark.usefixtures("without_xla")
+
 SAMPLES, BATCH_SIZE = 20, 4
 
 

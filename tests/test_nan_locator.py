@@ -10,6 +10,8 @@ from accumtrainer.callbacks import NaNLocator
 from accumtrainer.keras_api import keras, ops
 from accumtrainer.steps import Report
 
+pytestmark = pytest.mark.usefixtures("without_xla")
+
 X = np.random.default_rng(0).normal(size=(24, 3)).astype("float32")
 Y = (X @ [[1.0], [-2.0], [0.5]]).astype("float32")
 

@@ -15,6 +15,8 @@ from accumtrainer import Accumulation, Callback, Every, Trainer
 from accumtrainer.callbacks import Checkpoint, KeepGradients, WandbLogger
 from accumtrainer.keras_api import BACKEND, keras
 
+pytestmark = pytest.mark.usefixtures("without_xla")
+
 wandb = pytest.importorskip("wandb", reason="W&B is not installed")
 
 X = np.random.default_rng(0).normal(size=(24, 3)).astype("float32")
