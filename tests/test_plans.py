@@ -365,11 +365,6 @@ def compilations(request, tmp_path_factory):
     return json.loads(done.stdout)
 
 
-# On one worker, so that the story runs once for all that look at it.
-of_the_story = pytest.mark.xdist_group("story")
-
-
-@of_the_story
 def test_second_window_of_a_shape_compiles_nothing(compilations):
     assert compilations["first window"] > 0
     assert compilations["second window"] == 0
@@ -377,14 +372,12 @@ def test_second_window_of_a_shape_compiles_nothing(compilations):
     assert compilations["train_on_batch"] == 0
 
 
-@of_the_story
 def test_tail_compiles_one_program_per_batch_shape_and_one_apply(compilations):
     """The tail has micro-batches of 2 and of 1."""
     assert 0 < compilations["first tail"] <= 2 + 1
     assert compilations["second tail"] == 0
 
 
-@of_the_story
 def test_uneven_windows_compile_one_program_per_batch_shape(compilations):
     """The sizes are 2, 3, 4 and 5; what applies them is there already."""
     assert 0 < compilations["uneven"] <= 4
@@ -392,13 +385,11 @@ def test_uneven_windows_compile_one_program_per_batch_shape(compilations):
     assert compilations["other mixture"] == 0
 
 
-@of_the_story
 def test_evaluation_compiles_nothing_the_second_time(compilations):
     assert compilations["first evaluation"] > 0
     assert compilations["second evaluation"] == 0
 
 
-@of_the_story
 def test_prediction_compiles_nothing_the_second_time(compilations):
     assert compilations["first prediction"] > 0
     assert compilations["second prediction"] == 0

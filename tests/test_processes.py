@@ -17,9 +17,6 @@ import shares_run
 from accumtrainer import Accumulation, errors
 from accumtrainer.keras_api import keras
 
-# On one worker, so that what several tests look at runs once.
-pytestmark = pytest.mark.xdist_group("processes")
-
 SHARES = Path(__file__).with_name("shares_run.py")
 EXAMPLE = Path(__file__).parent.parent / "examples" / "distributed.py"
 
