@@ -46,8 +46,12 @@ demo: $(INSTALLED)
 
 test: $(TESTS) $(KERAS_CORE_TESTS)
 
+# The tests of a file on one worker make what they share once. In the order of
+# their names, the files that take longest are not the last.
+BY_FILE := --dist loadfile --no-loadscope-reorder
+
 $(TESTS): test-%: $(INSTALLED)
-	KERAS_BACKEND=$* $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	KERAS_BACKEND=$* $(BIN)/python -m pytest -n 2 $(BY_FILE) $(PYTEST_ARGS)
 
 # tests/keras_core_contract.py says which of their tests Keras Core is held to;
 # this prints which of those it cannot pass, and why.
@@ -57,7 +61,7 @@ ON_KERAS_CORE := keras_core exactness exactness_losses exactness_outputs \
 
 $(KERAS_CORE_TESTS): test-keras_core-%: $(INSTALLED)
 	ACCUMTRAINER_KERAS=keras_core KERAS_BACKEND=$* $(BIN)/python -m pytest \
-		-n 2 --dist loadfile -rs $(PYTEST_ARGS) $(ON_KERAS_CORE:%=tests/test_%.py)
+		-n 2 $(BY_FILE) -rs $(PYTEST_ARGS) $(ON_KERAS_CORE:%=tests/test_%.py)
 
 check: lint types test doctest
 
