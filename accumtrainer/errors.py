@@ -290,6 +290,12 @@ MODEL_WITH_OWN_STEP = (
     "Received: {model}.{step}. Move what it does into {remedy}."
 )
 
+NO_TARGETS = (
+    "y must hold the targets of the loss {loss!r}. Received: None. Give fit x "
+    "and y, and what takes one batch the pair (x, y); or train without a loss "
+    "of targets, by layers that add losses or Trainer.compute_loss."
+)
+
 NOTHING_TO_TRAIN = (
     "model must have trainable weights. Received: model {model!r} with none. "
     "Set layer.trainable = True before making the Trainer."

@@ -171,12 +171,14 @@ def measure(loss, y_true, y_pred, sample_weight=None):
         itself, so that nobody can know its denominator.
 
     Raises:
-        ValueError: the loss has no reduction.
+        ValueError: the loss has no reduction, or there are no targets.
     """
     if type(loss).__call__ is not keras.losses.Loss.__call__:
         return loss(y_true, y_pred, sample_weight)
     if loss.reduction in (None, "none"):
         raise ValueError(errors.LOSS_WITHOUT_REDUCTION.format(loss=loss.name))
+    if y_true is None:
+        raise ValueError(errors.NO_TARGETS.format(loss=loss.name))
     kept = _KeptValues(loss)
     value = kept(y_true, y_pred, sample_weight)
     if len(kept.values.shape) == 0:

@@ -954,6 +954,29 @@ def test_hook_that_returns_the_wrong_structure_is_refused(name, hook, error):
     assert_same_state(before, state_of(model))
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda trainer: trainer.fit(X, batch_size=4, verbose=0),
+        lambda trainer: trainer.train_on_batch(X),
+        lambda trainer: trainer.check_equivalence(X),
+        lambda trainer: trainer.evaluate(X, verbose=0),
+    ],
+    ids=["fit", "train_on_batch", "check_equivalence", "evaluate"],
+)
+def test_loss_of_targets_without_any_is_refused(call):
+    model = make_model()
+    trainer = Trainer(model, accumulation=Accumulation(micro_batch_size=2))
+    before = state_of(model)
+    assert_refused(
+        lambda: call(trainer),
+        ValueError,
+        "y must hold the targets of the loss 'mean_squared_error'",
+        "Give fit x and y",
+    )
+    assert_same_state(before, state_of(model))
+
+
 def test_bare_scalar_loss_of_several_micro_batches_is_refused():
     model = make_model(loss=lambda y, p: ops.mean(ops.square(y - p)))
     trainer = Trainer(model, accumulation=2)
