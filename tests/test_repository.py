@@ -1,6 +1,7 @@
 """What the house style asks of the whole repository, read from its files."""
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -113,8 +114,9 @@ def each(files):
     )
 
 
+@functools.cache
 def read_tree(file):
-    """Parse a file."""
+    """Parse a file, once for all tests."""
     return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
 
 
@@ -168,6 +170,7 @@ class PrivateName(NamedTuple):
     line: int
 
 
+@functools.cache
 def defined_names(file):
     """Collect the methods and attributes that the classes of a file define."""
     names = set()
