@@ -21,11 +21,14 @@ EVEN = ((8,), (4, 4), (2, 2, 2), (1, 1, 1, 1, 1))
 UNEVEN = ((4, 1), (1, 5), (3, 2, 1), (1, 1, 6, 2, 5), (2, 2, 2, 2, 1))
 SIZES = EVEN + UNEVEN
 SOME_SIZES = ((7,), (3, 3), (4, 1), (1, 5, 2), (2, 2, 2, 2, 1))
+SLICES = (1, 2, 3, 4, 5, 6, 10, 11, 12)  # of 11 samples
 EXAMPLES = 25
 if BACKEND == "jax":
-    # Every shape is a compilation there, so the windows share two shapes.
-    SIZES = ((1,), (4, 4), (1, 1, 1), (4, 1), (1, 4, 4, 1))
-    SOME_SIZES = ((4,), (4, 4), (4, 1), (1, 4, 1))
+    # Every shape is a compilation there, so micro-batches share three of them
+    # and big batches two.
+    SIZES = ((5,), (4, 4), (1, 1, 1, 1, 1), (4, 1), (1, 1, 4, 1, 1))
+    SOME_SIZES = ((5,), (4, 4), (4, 1), (1, 1, 4, 1, 1))
+    SLICES = (1, 4, 11, 12)
     EXAMPLES = 5
 
 FEATURES, CLASSES, TOKENS, WORDS = 4, 3, 5, 7

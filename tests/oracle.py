@@ -6,6 +6,8 @@ the package under test. Repeated rows of embedding gradients are added up,
 which Keras itself leaves undone on TensorFlow.
 """
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -23,11 +25,12 @@ cuts_in_many_ways = pytest.mark.filterwarnings(
 if BACKEND == "tensorflow":
     import tensorflow as tf
 
-    def differentiate(objective, variables):
+    def differentiate(objective, variables, others=(), arguments=()):
         """Return the value and the dense gradients, `None` where unused."""
+        del others
         values = [variable.value for variable in variables]
         with tf.GradientTape() as tape:
-            loss = objective()
+            loss = objective(*arguments)
         gradients = tape.gradient(loss, values)
         return loss, [
             None if g is None else tf.convert_to_tensor(g) for g in gradients
@@ -36,19 +39,36 @@ if BACKEND == "tensorflow":
 elif BACKEND == "jax":
     import jax
 
-    def differentiate(objective, variables):
-        """Return the value and the gradients."""
+    def differentiate(objective, variables, others=(), arguments=()):
+        """Return the value and the gradients.
 
-        def stateless(values):
+        Args:
+            objective: function of `arguments`. What it reads besides must be
+                the same whenever it is passed: it is compiled once.
+            variables: list of Keras variables.
+            others: list of those that it reads, and that may have changed.
+            arguments: nest of arrays.
+        """
+        if not hasattr(objective, "compiled"):
+            objective.compiled = value_and_gradients(
+                objective, variables, others
+            )
+        values = [[v.value for v in each] for each in (variables, others)]
+        return objective.compiled(*values, arguments)
+
+    def value_and_gradients(objective, variables, others):
+        """Make the compiled function that `differentiate` calls."""
+
+        def stateless(values, other_values, arguments):
+            pairs = zip(
+                [*variables, *others], [*values, *other_values], strict=True
+            )
             with keras.StatelessScope(
-                state_mapping=list(zip(variables, values, strict=True)),
-                collect_losses=True,
+                state_mapping=list(pairs), collect_losses=True
             ):
-                return objective()
+                return objective(*arguments)
 
-        return jax.jit(jax.value_and_grad(stateless))(
-            [v.value for v in variables]
-        )
+        return jax.jit(jax.value_and_grad(stateless))
 
 
 class KeepGradients(keras.optimizers.Optimizer):
@@ -93,12 +113,29 @@ def batch_gradients(model, batch):
     Returns:
         Pair: the loss as a float, and the list of gradient tensors.
     """
-    x, y, sample_weight = tree.map_structure(
+    tensors = tree.map_structure(
         lambda leaf: None if leaf is None else ops.convert_to_tensor(leaf),
         Batch(*batch),
     )
+    objective = objective_of(model)
+    outputs = getattr(model, "outputs", ())
+    if len(outputs) > 1 and len(model.metrics) < len(outputs):
+        # Their losses have metrics too, which Keras makes at the first call.
+        objective(*tensors)
+    loss, gradients = differentiate(
+        objective,
+        model.trainable_variables,
+        model.non_trainable_variables,
+        tensors,
+    )
+    return float(loss), gradients
 
-    def objective():
+
+@functools.lru_cache(maxsize=64)
+def objective_of(model):
+    """Make the function of a batch whose value Keras minimizes."""
+
+    def objective(x, y, sample_weight):
         loss = model.compute_loss(
             x=x,
             y=y,
@@ -107,8 +144,7 @@ def batch_gradients(model, batch):
         )
         return loss + forgotten_penalties(model)
 
-    loss, gradients = differentiate(objective, model.trainable_variables)
-    return float(loss), gradients
+    return objective
 
 
 def forgotten_penalties(model):

@@ -14,6 +14,7 @@ import pytest
 from exactness_cases import (
     EXAMPLES,
     REDUCTIONS,
+    SLICES,
     SOME_SIZES,
     WEIGHTINGS,
     each_size,
@@ -113,7 +114,7 @@ def test_order_inside_a_window_is_irrelevant(rng, weighting, reduction):
     assert largest_error(pair.gradients, forward) <= TOLERANCE
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 10, 11, 12])
+@pytest.mark.parametrize("size", SLICES)
 @pytest.mark.parametrize("weighting", ["sample weights", "mask"])
 def test_sliced_batch_equals_the_whole_batch(rng, weighting, size):
     pair = sliced_pair(weighting, size)
