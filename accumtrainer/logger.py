@@ -186,11 +186,11 @@ class Logger(Callback, abc.ABC):
         if self._point.is_empty:
             return
         numbers = {
-            **self._running,
+            **dict(self._running.items()),
             **self._point.numbers(),
             **self._speed.measure(self.trainer.samples_seen),
         }
-        self._known |= set(self._running)
+        self._known |= self._running.keys()
         self._point = _Point()
         self._running = {}
         self._write(progress.updates, numbers)
@@ -226,7 +226,7 @@ class _Point:
 
     def add(self, window):
         """Add the numbers of a window; skipped ones count only among skips."""
-        window = dict(window)
+        window = dict(window.items())
         is_applied, more = window["applied"], window["weight"]
         if is_applied and not self._has_applied:
             self._sums = {}

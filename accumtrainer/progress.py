@@ -33,7 +33,14 @@ class Progress:
 
     def copy(self):
         """Return the counts as they stand now, in a `Progress` of its own."""
-        return dataclasses.replace(self)
+        return Progress(
+            self.updates,
+            self.micro_batches,
+            self.samples,
+            self.skipped_updates,
+            self.epochs,
+            self.seconds,
+        )
 
     def as_dict(self):
         """Return the counts as a plain dict, ready to be saved."""

@@ -4,11 +4,12 @@ The small perceptron of `bench.py`, 8 micro-batches of 32, is trained by turns
 with and without a callback, and inside `Model.fit` by the callback and by what
 Keras has of its own; the convolutions, whose epochs take a second or more,
 with and without checkpoints. A turn is one call of `fit`, whose first epoch,
-which starts things up, is not counted; a logger is turned off in every other
-epoch of one call. Turns are short and many, because what is looked for is
-smaller than what a shared machine changes within seconds. Printed are medians
-of the ratios of updates per second, taken round by round, and in brackets the
-interval that holds the true median in 95 of 100 such measurements.
+which starts things up, is not counted, and the time in which a callback ends
+is: a logger has handed everything over by then. Turns are short and many,
+because what is looked for is smaller than what a shared machine changes within
+seconds. Printed are medians of the ratios of updates per second, taken round by
+round, and in brackets the interval that holds the true median in 95 of 100 such
+measurements.
 
     python benchmarks/callbacks.py
     KERAS_BACKEND=jax python benchmarks/callbacks.py --rounds 21
@@ -33,6 +34,10 @@ from accumtrainer.callbacks import (
 from accumtrainer.callbacks.background import Background
 
 UPDATES = 100
+LOGGED_EPOCHS = 10
+SETTLE_SECS = 0.2
+"""Time for W&B's own process to do what it was given, between turns."""
+
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
@@ -62,18 +67,20 @@ class BareWandb(keras.callbacks.Callback):
     Args:
         run: the `wandb.Run`.
         every: `Every` so many updates.
+        gather_secs: seconds to gather points before they are handed over.
     """
 
     looks_at_model = False
 
-    def __init__(self, run, every):
+    def __init__(self, run, every, gather_secs):
         super().__init__()
         self.every = every
         self._run = run
+        self._gather_secs = gather_secs
         self._updates = 0
 
     def on_train_begin(self, logs=None):
-        self._background = Background("bare")
+        self._background = Background("bare", gather_secs=self._gather_secs)
 
     def on_train_batch_end(self, batch, logs=None):
         self._updates += 1
@@ -90,32 +97,6 @@ class LogsNowhere(Logger):
 
     def write(self, updates, numbers):
         pass
-
-
-class EveryOtherEpoch(EpochClock):
-    """Turns a logger off in every other epoch.
-
-    What lies between two neighbours is a second, in which a shared machine
-    changes less than from one call of `fit` to the next.
-
-    Args:
-        logger: callback with an attribute `every`.
-    """
-
-    def __init__(self, logger):
-        super().__init__()
-        self._logger = logger
-        self._on = logger.every
-
-    def on_epoch_begin(self, epoch, logs=None):
-        super().on_epoch_begin(epoch)
-        is_on = epoch % 2
-        self._logger.every = self._on if is_on else Every(10**9, "updates")
-
-    def pairs(self):
-        """Return the seconds of epochs without and with, arrays `[n]`."""
-        seconds = np.diff(self.moments)[2:]
-        return seconds[0::2], seconds[1::2]
 
 
 def fit(trains, data, batch_size, callbacks, epochs):
@@ -143,7 +124,10 @@ def make_trainer(cell):
 
 
 def beside_trainer(cell, data, epochs, callbacks):
-    """List the contenders that train with a Trainer, the plain one first.
+    """List the contenders that train one Trainer, without callbacks first.
+
+    It is the same Trainer, since two of them are not equally fast: what they
+    compile lies elsewhere in memory.
 
     Args:
         cell: `Cell`.
@@ -151,15 +135,11 @@ def beside_trainer(cell, data, epochs, callbacks):
         epochs: int.
         callbacks: dict by name of functions that return a list of callbacks.
     """
+    trainer = make_trainer(cell)
 
     def contender(make_callbacks):
-        trainer = make_trainer(cell)
-
-        def run():
-            batch_size = cell.samples_per_update
-            return fit(trainer, data, batch_size, make_callbacks(), epochs)
-
-        return run
+        size = cell.samples_per_update
+        return lambda: fit(trainer, data, size, make_callbacks(), epochs)
 
     return {
         name: contender(make)
@@ -201,6 +181,7 @@ def compare(title, contenders, rounds, updates):
         # Each comes first and last as often as the others.
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             seconds[name].append(contenders[name]())
+            time.sleep(SETTLE_SECS)
     reference = np.array(next(iter(seconds.values())))
     print(f"\n{title}; {rounds} rounds")
     for name, values in seconds.items():
@@ -231,11 +212,11 @@ def main():
 
 
 def compare_loggers(rounds):
-    """Compare epochs with points every 10 updates to epochs without."""
+    """Compare training with a point every 10 updates to training without."""
     import wandb
 
     cell = mlp()
-    print(f"\n{cell.title}; {rounds} pairs of epochs")
+    often = Every(10, "updates")
     with tempfile.TemporaryDirectory() as folder:
         run = wandb.init(
             project="overhead",
@@ -243,23 +224,18 @@ def compare_loggers(rounds):
             dir=folder,
             settings={"silent": True},
         )
-        often = Every(10, "updates")
         loggers = {
-            "with a logger to nowhere": LogsNowhere(often),
-            "with WandbLogger": WandbLogger(run=run, every=often),
-            "with W&B alone": BareWandb(run, often),
+            "with a logger to nowhere": lambda: [LogsNowhere(often)],
+            "with WandbLogger": lambda: [WandbLogger(run=run, every=often)],
+            "with W&B alone": lambda: [BareWandb(run, often, 1.0)],
+            "with W&B alone, point by point": lambda: [
+                BareWandb(run, often, 0.0)
+            ],
         }
-        for name, logger in loggers.items():
-            clock = EveryOtherEpoch(logger)
-            make_trainer(cell).fit(
-                *cell.head(UPDATES),
-                batch_size=cell.samples_per_update,
-                epochs=2 * rounds + 2,
-                callbacks=[logger, clock],
-                verbose=0,
-            )
-            without, with_points = clock.pairs()
-            show(name, with_points, without, UPDATES)
+        contenders = beside_trainer(
+            cell, cell.head(UPDATES), LOGGED_EPOCHS + 1, loggers
+        )
+        compare(cell.title, contenders, rounds, UPDATES)
         run.finish()
 
 

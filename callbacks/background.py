@@ -16,6 +16,8 @@ class Background:
     Args:
         name: str, the thread's name.
         most_waiting: int, functions that may wait to be run.
+        gather_secs: float, seconds to gather functions before they are run,
+            one right after the other; for those that are cheaper so.
 
     Attributes:
         failures: list of the exceptions raised so far.
@@ -29,8 +31,10 @@ class Background:
         (True, ['a', 'b'])
     """
 
-    def __init__(self, name, most_waiting=MOST_WAITING):
+    def __init__(self, name, most_waiting=MOST_WAITING, gather_secs=0.0):
         self.failures = []
+        self._gather_secs = gather_secs
+        self._is_hurried = threading.Event()
         self._tasks = queue.Queue(most_waiting)
         self._is_given_up = False
         self._thread = threading.Thread(
@@ -39,12 +43,16 @@ class Background:
         self._thread.start()
 
     def do(self, function, *arguments):
-        """Run a function soon; return `False` if too many are waiting."""
+        """Run a function later; return `False` if too many are waiting."""
         try:
             self._tasks.put_nowait((function, arguments))
         except queue.Full:
             return False
         return True
+
+    def hurry(self):
+        """Gather no longer: run what is waiting."""
+        self._is_hurried.set()
 
     def wait(self, timeout_secs):
         """Wait until everything given so far is done.
@@ -55,9 +63,11 @@ class Background:
         is_done = threading.Event()
         end = time.monotonic() + timeout_secs
         while not self.do(is_done.set):
+            self.hurry()
             if time.monotonic() > end:
                 return False
             time.sleep(0.05)
+        self.hurry()
         return is_done.wait(max(0.0, end - time.monotonic()))
 
     def finish(self, timeout_secs, function, *arguments):
@@ -72,17 +82,30 @@ class Background:
         is_done = is_done and self.wait(max(0.0, end - time.monotonic()))
         self._is_given_up = True
         self.do(_do_nothing)  # wakes the thread where it waits for a task
+        self.hurry()
         return is_done
 
     def _run(self):
         while not self._is_given_up:
-            function, arguments = self._tasks.get()
-            if self._is_given_up:
-                return
+            first = self._tasks.get()
+            self._is_hurried.wait(self._gather_secs)
+            # Cleared before the queue is emptied: who hurries has put his
+            # task there already.
+            self._is_hurried.clear()
+            self._run_all(first)
+
+    def _run_all(self, task):
+        """Run a task, and those that wait behind it."""
+        while not self._is_given_up:
+            function, arguments = task
             try:
                 function(*arguments)
             except Exception as failure:
                 self.failures.append(failure)
+            try:
+                task = self._tasks.get_nowait()
+            except queue.Empty:
+                return
 
 
 def _do_nothing():

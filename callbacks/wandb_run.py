@@ -7,6 +7,9 @@ from pathlib import Path
 MARKER = "accumtrainer.json"
 """File beside an offline run: what was sent last."""
 
+TIMESTAMP = "_timestamp"
+"""Where W&B looks for the moment of a point, before it takes the present."""
+
 SAME_EVERYWHERE = {"epoch", "learning_rate", "loss_scale", "skipped_updates"}
 """Names that do not tell one point at an update from another."""
 
@@ -89,32 +92,34 @@ class WandbRun:
         """Where W&B keeps the run on this machine."""
         return self._directory()
 
-    def log(self, row, best):
+    def log(self, row, best, moment):
         """Send a point, unless it was sent before a resume.
 
         Args:
             row: dict of numbers by name, `updates` among them.
             best: dict for the summary.
+            moment: when the point was made, as `time.time()` has it.
         """
         if self.run is None or self._was_sent(row):
             return
-        self.run.log(row)
+        self.run.log(row | {TIMESTAMP: moment})
         if best:
             self.run.summary.update(best)
         self._mark(row)
 
-    def log_histograms(self, updates, arrays):
+    def log_histograms(self, updates, arrays, moment):
         """Send a histogram of each array.
 
         Args:
             updates: int.
             arrays: dict of NumPy arrays by name, of finite values.
+            moment: when they were read, as `time.time()` has it.
         """
         if self.run is None or updates <= self._sent_before["updates"]:
             return
         wandb = import_wandb()
         histograms = {k: wandb.Histogram(v) for k, v in arrays.items()}
-        self.run.log({"updates": updates} | histograms)
+        self.run.log({"updates": updates, TIMESTAMP: moment} | histograms)
 
     def log_directory(self, directory, updates):
         """Send a directory as an artifact, a new version of the run's."""

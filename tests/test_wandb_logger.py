@@ -13,6 +13,7 @@ from wandb_file import written_runs
 
 from accumtrainer import Accumulation, Callback, Every, Trainer
 from accumtrainer.callbacks import Checkpoint, KeepGradients, WandbLogger
+from accumtrainer.callbacks.background import Background
 from accumtrainer.keras_api import BACKEND, keras
 
 pytestmark = pytest.mark.usefixtures("without_xla")
@@ -366,12 +367,67 @@ def test_points_that_come_too_fast_are_left_out_with_one_warning(trainer):
             hanging.set()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "Background", lambda name: make(name, 2))
+        patch.setattr(module, "Background", lambda name, **_: make(name, 2))
         logger = WandbLogger(run=Run(log=log), every=Every(1, "updates"))
         with pytest.warns(RuntimeWarning, match="more slowly") as caught:
             fit(trainer, LetGo(), logger)
     assert len(caught) == 1
     assert 2 <= len(rows) < 6
+
+
+# --- Points are gathered ---
+
+
+class Pause(Callback):
+    """Lets time pass between updates."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(0.05)
+
+
+def test_gathered_points_keep_the_moments_they_were_made_at(tmp_path):
+    trainer = make_trainer()
+    fit(trainer, Pause(), make_logger(tmp_path, every=Every(1, "updates")))
+    (run,) = written_runs(tmp_path)
+    assert positions(run.history, "loss") == [1, 2, 3, 4, 5, 6]
+    # The last two are made when the epoch ends, one right after the other.
+    assert min(np.diff(run.moments[:-1])) > 0.04
+
+
+def test_points_wait_for_others_until_somebody_asks_for_them():
+    said, background = [], Background("gathering", gather_secs=3600.0)
+    for word in "abc":
+        background.do(said.append, word)
+    time.sleep(0.05)
+    assert not said
+    assert background.wait(600)
+    assert said == ["a", "b", "c"]
+    assert background.finish(600, said.append, "d")
+    assert said == ["a", "b", "c", "d"]
+
+
+def test_checkpoint_leaves_no_point_waiting(trainer, tmp_path, monkeypatch):
+    module = sys.modules[WandbLogger.__module__]
+    monkeypatch.setattr(module, "GATHER_SECS", 3600.0)
+    has_come = threading.Event()
+
+    class WaitsForThePoint(Callback):
+        """Called before the logger, thus after a checkpoint's update."""
+
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 4:
+                self.has_seen_it = has_come.wait(600)
+
+    # The first points are not gathered, as the start of the run was awaited.
+    run = Run(log=lambda row: row["updates"] == 4 and has_come.set())
+    wait = WaitsForThePoint()
+    fit(
+        make_trainer(),
+        wait,
+        Checkpoint(tmp_path / "run", every=Every(4, "updates")),
+        WandbLogger(run=run, every=Every(1, "updates")),
+    )
+    assert wait.has_seen_it
 
 
 def test_run_that_fails_midway_is_one_warning(trainer, tmp_path):

@@ -49,6 +49,7 @@ class WandbFile:
         run: the message `RunRecord`.
         config: dict by name.
         history: list of dicts, one per point, without W&B's own names.
+        moments: list of floats, when each of those points was made.
         summary: dict of what was set explicitly, by name.
         metrics: list of messages `MetricRecord`.
         artifacts: list of messages `ArtifactRecord`.
@@ -61,7 +62,7 @@ class WandbFile:
         self.path = Path(path)
         self.run = self.exit_code = None
         self.config, self.history, self.summary = {}, [], {}
-        self.metrics, self.artifacts = [], []
+        self.moments, self.metrics, self.artifacts = [], [], []
         for content in read_records(path):
             record = wandb_internal_pb2.Record.FromString(content)
             getattr(self, f"_add_{record.WhichOneof('record_type')}", _skip)(
@@ -83,6 +84,7 @@ class WandbFile:
         self.history.append(
             {name: row[name] for name in row if not name.startswith("_")}
         )
+        self.moments.append(row["_timestamp"])
 
     def _add_summary(self, record):
         self.summary |= _read_items(record.summary.update)
