@@ -8,20 +8,21 @@ from accumtrainer.keras_api import BACKEND
 WITHOUT_TENSORFLOW = Path(__file__).with_name("without_tensorflow")
 
 
-def of_one_backend(left_out=()):
-    """Copy the environment for a process that uses this backend alone.
+def of_one_backend(left_out=(), backend=BACKEND):
+    """Copy the environment for a process that uses one backend alone.
 
     On JAX it finds no TensorFlow: where Keras does, it imports it to seed it,
     which takes every process four seconds.
 
     Args:
         left_out: names of variables that the process shall not have.
+        backend: name of the backend, by default this process's.
 
     Returns:
         Dict of str.
     """
-    environment = os.environ | {"KERAS_BACKEND": BACKEND}
-    if BACKEND == "jax":
+    environment = os.environ | {"KERAS_BACKEND": backend}
+    if backend == "jax":
         paths = [str(WITHOUT_TENSORFLOW), os.environ.get("PYTHONPATH")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return {k: v for k, v in environment.items() if k not in left_out}

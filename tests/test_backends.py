@@ -6,6 +6,8 @@ import sys
 from importlib import util
 from pathlib import Path
 
+import environments
+import forked
 import numpy as np
 import pytest
 
@@ -41,16 +43,22 @@ print("updates", trainer.progress.updates)
 """
 
 
-def run(*arguments, backend):
-    """Run Python with a backend, and return what it printed."""
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        env=os.environ | {"KERAS_BACKEND": backend},
-        capture_output=True,
-        text=True,
+def run_fresh(arguments, env):
+    """Run Python from its very beginning."""
+    return subprocess.run(
+        [sys.executable, *arguments], env=env, capture_output=True, text=True
+    )
+
+
+def train(path, *options, backend=BACKEND):
+    """Train the models of `RUN` on a backend, and return their weights."""
+    run = forked.run if backend == BACKEND else run_fresh
+    done = run(
+        [str(argument) for argument in (RUN, path, *options)],
+        environments.of_one_backend(backend=backend),
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return np.load(path)
 
 
 def small_trainer(**options):
@@ -88,17 +96,22 @@ def assert_close(weights, others, model):
         assert abs(difference).max() <= 1e-5 * largest, name
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Give the weights of undisturbed runs, dict by backend."""
+    folder = tmp_path_factory.mktemp("whole")
+    return {
+        backend: train(folder / f"{backend}.npz", backend=backend)
+        for backend in ("tensorflow", "jax")
+    }
+
+
 @needs_both_backends
 @once_is_enough
-def test_backends_agree_after_twenty_updates(tmp_path):
-    weights = {}
-    for backend in ("tensorflow", "jax"):
-        path = tmp_path / f"{backend}.npz"
-        run(RUN, path, backend=backend)
-        weights[backend] = np.load(path)
-    assert set(weights["tensorflow"]) == set(weights["jax"])
+def test_backends_agree_after_twenty_updates(whole):
+    assert set(whole["tensorflow"]) == set(whole["jax"])
     for model in ("make_mlp", "make_conv", "make_transformer"):
-        assert_close(weights["jax"], weights["tensorflow"], model)
+        assert_close(whole["jax"], whole["tensorflow"], model)
 
 
 @needs_both_backends
@@ -106,18 +119,17 @@ def test_backends_agree_after_twenty_updates(tmp_path):
 @pytest.mark.parametrize(
     ("first", "second"), [("tensorflow", "jax"), ("jax", "tensorflow")]
 )
-def test_run_of_one_backend_goes_on_with_the_other(tmp_path, first, second):
+def test_run_of_one_backend_goes_on_with_the_other(
+    tmp_path, whole, first, second
+):
     saving = ("--checkpoints", tmp_path / "checkpoints")
-    run(RUN, tmp_path / "a.npz", "--updates", 7, *saving, backend=first)
-    run(RUN, tmp_path / "b.npz", *saving, backend=second)
-    alone = ("--checkpoints", tmp_path / "none")
-    run(RUN, tmp_path / "c.npz", *alone, backend=second)
-    begun, gone_on, whole = (
-        np.load(tmp_path / f"{name}.npz") for name in "abc"
+    begun = train(
+        tmp_path / "begun.npz", "--updates", 7, *saving, backend=first
     )
-    assert_close(gone_on, whole, "make_mlp")
     with pytest.raises(AssertionError):
-        assert_close(begun, whole, "make_mlp")
+        assert_close(begun, whole[second], "make_mlp")
+    gone_on = train(tmp_path / "gone_on.npz", *saving, backend=second)
+    assert_close(gone_on, whole[second], "make_mlp")
 
 
 @pytest.mark.parametrize("other", ["tensorflow", "jax"])
@@ -125,7 +137,8 @@ def test_backend_trains_without_the_other_one(other):
     if other == BACKEND:
         pytest.skip("is about the backend that is not in use")
     code = BLOCK.format(package=other) + FIT
-    assert "updates 2" in run("-c", code, backend=BACKEND)
+    done = run_fresh(["-c", code], os.environ)
+    assert "updates 2" in done.stdout, done.stderr
 
 
 def test_unsupported_backend_is_refused_with_the_supported_ones(monkeypatch):

@@ -1,12 +1,12 @@
 """What the benchmark promises: it runs, compares fairly, and tells."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import environments
+import forked
 import numpy as np
 import pytest
 
@@ -19,15 +19,13 @@ sys.path.insert(0, str(BENCHMARKS))
 def run(script, *arguments):
     # The benchmark runs as users run it; optax mixes dtypes, for example.
     strict = {"JAX_NUMPY_DTYPE_PROMOTION", "XLA_FLAGS"}
-    environment = {k: v for k, v in os.environ.items() if k not in strict}
-    finished = subprocess.run(
+    environment = environments.of_one_backend(strict)
+    finished = forked.run(
         [
-            *(sys.executable, BENCHMARKS / script, "--rounds", "2"),
+            *(BENCHMARKS / script, "--rounds", "2"),
             *("--round-secs", "0.01", *arguments),
         ],
-        capture_output=True,
-        env=environment,
-        text=True,
+        environment,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout

@@ -1,12 +1,11 @@
 """What a newcomer runs first: every example, and the code in README.md."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import environments
+import forked
 import pytest
 
 from accumtrainer.keras_api import BACKEND
@@ -147,13 +146,7 @@ def run_python(program, *arguments, folder):
     """Run Python, warnings being errors, and return what it printed."""
     is_slow = program.name in SLOW_UNLESS_OPTIMIZED
     environment = environments.of_one_backend({"XLA_FLAGS"} if is_slow else ())
-    finished = subprocess.run(
-        [sys.executable, *WARNINGS, program, *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    finished = forked.run([*WARNINGS, program, *arguments], environment, folder)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
 

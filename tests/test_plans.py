@@ -2,10 +2,9 @@
 
 import json
 import os
-import subprocess
-import sys
 import types
 
+import forked
 import numpy as np
 import pytest
 
@@ -354,13 +353,7 @@ def compilations(request, tmp_path_factory):
         "KERAS_BACKEND": BACKEND,
         "JAX_ENABLE_COMPILATION_CACHE": "false",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", STORY, directory, request.param],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = forked.run(["-c", STORY, directory, request.param], environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -5,11 +5,11 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import environments
+import forked
 import numpy as np
 import pytest
 import shares_run
@@ -52,15 +52,12 @@ def start_script(script, count, *arguments):
     environment = environments.of_one_backend(left_out)
     port = free_port()
     return [
-        subprocess.Popen(
+        forked.Process(
             [
-                *(sys.executable, script, *arguments),
+                *(script, *arguments),
                 *("--process", str(index), "--port", str(port)),
             ],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            environment,
         )
         for index in range(count)
     ]
@@ -71,11 +68,12 @@ def finish(processes, timeout_secs=None):
     outputs = []
     for process in processes:
         try:
-            outputs.append(process.communicate(timeout=timeout_secs)[0])
+            output = process.communicate(timeout=timeout_secs)
         except subprocess.TimeoutExpired:
             for each in processes:
                 each.kill()
-            outputs.append(process.communicate()[0])
+            output = process.communicate()
+        outputs.append("".join(output))
     return [process.returncode for process in processes], outputs
 
 

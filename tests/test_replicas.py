@@ -1,10 +1,10 @@
 """Claims about replicas: together they make the update of one device."""
 
 import contextlib
-import subprocess
-import sys
+import os
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 
@@ -429,18 +429,17 @@ def test_every_device_holds_the_same_weights(rng):
             np.testing.assert_array_equal(copy, copies[0])
 
 
+def reductions(micro_batches):
+    """List the kinds of numbers that an update reduces over its replicas."""
+    script = Path(__file__).with_name("reductions_run.py")
+    done = forked.run([script, str(micro_batches)], os.environ)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
 def test_update_reduces_once_whatever_its_micro_batches():
     # Not in this process: TensorFlow's collectives know one group of devices.
-    script = str(Path(__file__).with_name("reductions_run.py"))
-    two, eight = (
-        subprocess.run(
-            [sys.executable, script, micro_batches],
-            stdout=subprocess.PIPE,
-            check=True,
-            text=True,
-        ).stdout.split()
-        for micro_batches in ("2", "8")
-    )
+    two, eight = map(reductions, (2, 8))
     assert two == eight
     # Everything that is a float; and random states.
     floats = [kind for kind in two if kind in ("f32", "float32")]

@@ -2,9 +2,8 @@
 
 import json
 import os
-import subprocess
-import sys
 
+import forked
 import pytest
 from wandb_file import written_runs
 
@@ -57,12 +56,8 @@ def test_wandb_s_own_callbacks_log_updates_and_send_models(tmp_path):
         for name, value in os.environ.items()
         if not name.startswith("WANDB_")
     }
-    subprocess.run(
-        [sys.executable, "-c", WANDB_PROGRAM],
-        cwd=tmp_path,
-        env=environment,
-        check=True,
-    )
+    done = forked.run(["-c", WANDB_PROGRAM], environment, tmp_path)
+    assert done.returncode == 0, done.stderr
     history = json.loads((tmp_path / "history.json").read_text())
     (run,) = written_runs(tmp_path)
     batches = [row for row in run.history if "batch/loss" in row]
