@@ -23,6 +23,7 @@ from unittest import mock
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["keras"])
+OUTPUTS = {1: "stdout", 2: "stderr"}
 
 
 class Process:
@@ -38,6 +39,8 @@ class Process:
 
     def __init__(self, arguments, env, cwd=None):
         self._folder = tempfile.TemporaryDirectory()
+        for name in OUTPUTS.values():
+            Path(self._folder.name, name).touch()
         self._process = SERVER.Process(
             target=_run,
             args=(
@@ -85,7 +88,7 @@ class Process:
         with self._folder as folder:
             return tuple(
                 Path(folder, name).read_text(encoding="utf-8")
-                for name in ("stdout", "stderr")
+                for name in OUTPUTS.values()
             )
 
 
@@ -107,9 +110,8 @@ def _of_server(env):
 
 def _run(arguments, env, folder, outputs):
     """Do what `python` with these arguments does; runs in the new process."""
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        opened = os.open(Path(outputs, name), os.O_WRONLY | os.O_CREAT, 0o600)
-        os.dup2(opened, number)
+    for number, name in OUTPUTS.items():
+        os.dup2(os.open(Path(outputs, name), os.O_WRONLY), number)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
