@@ -107,13 +107,15 @@ clean:
 		-name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # The stamps are older than what they depend on after either file changes, and
-# the next target then installs again.
-$(INSTALLED): .venv/.installed-%: pyproject.toml constraints.txt
-	@echo "Installing for $* into .venv; the first time takes some minutes."
+# the next target then installs again, all backends at once.
+EMPTY :=
+EXTRAS := $(subst $(EMPTY) ,$(EMPTY),dev $(BACKENDS:%=,%))
+$(INSTALLED) &: pyproject.toml constraints.txt
+	@echo "Installing for $(BACKENDS) into .venv; this takes some minutes."
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-		--editable '.[dev,$*]' --constraint constraints.txt
-	@touch $@
+		--editable '.[$(EXTRAS)]' --constraint constraints.txt
+	@touch $(INSTALLED)
 
 .venv-peers/.installed: benchmarks/requirements-peers.txt
 	@echo "Installing PyTorch and others into .venv-peers."
