@@ -33,9 +33,8 @@ import hypothesis
 import numpy as np
 import pytest
 
-from accumtrainer import engine
-from accumtrainer.keras_api import BACKEND, KERAS_NAME, keras
-from accumtrainer.steps import choose_plan
+BACKEND = os.environ["KERAS_BACKEND"]
+KERAS_NAME = os.environ.get("ACCUMTRAINER_KERAS", "keras")
 
 if KERAS_NAME == "keras_core":
     from keras_core_contract import (
@@ -54,11 +53,39 @@ hypothesis.settings.load_profile("suite")
 DEVICES = 4
 """Into how many devices the tests divide the processor."""
 
-if BACKEND == "jax":
+
+def pytest_sessionstart(session):
+    """Set the backend up, but not where others run the tests.
+
+    What leads them need not spend seconds on importing it.
+    """
+    runs_tests = not session.config.getoption("numprocesses", 0)
+    if runs_tests or hasattr(session.config, "workerinput"):
+        {"jax": set_up_jax, "tensorflow": set_up_tensorflow}[BACKEND]()
+
+
+def set_up_jax():
+    """Divide the processor."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", DEVICES)
 
+
+def set_up_tensorflow():
+    """Divide the processor, and leave programs as they are."""
+    import tensorflow as tf
+
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * DEVICES,
+    )
+    # Rewriting a program takes longer than a test then runs it.
+    tf.config.optimizer.set_experimental_options(
+        {"disable_meta_optimizer": True}
+    )
+
+
+if BACKEND == "jax":
     # JAX keeps every program it has compiled for single operations, each in
     # pieces of memory of its own. Linux gives a process 65,530 of them, and
     # ends it when they are used up; a whole suite on one worker comes close.
@@ -75,24 +102,14 @@ if BACKEND == "jax":
         """Free what JAX has compiled before it takes too many pieces."""
         yield
         if next(tests_run) % TESTS_PER_LOOK == 0 and pieces() > MOST_PIECES:
+            import jax
+
             jax.clear_caches()
 
     def pieces():
         """Count the pieces of this process's memory, 0 if nobody tells."""
         maps = pathlib.Path("/proc/self/maps")
         return maps.read_bytes().count(b"\n") if maps.exists() else 0
-
-elif BACKEND == "tensorflow":
-    import tensorflow as tf
-
-    tf.config.set_logical_device_configuration(
-        tf.config.list_physical_devices("CPU")[0],
-        [tf.config.LogicalDeviceConfiguration()] * DEVICES,
-    )
-    # Rewriting a program takes longer than a test then runs it.
-    tf.config.optimizer.set_experimental_options(
-        {"disable_meta_optimizer": True}
-    )
 
 
 def pytest_collection_finish():
@@ -121,6 +138,8 @@ def rng():
 @pytest.fixture(autouse=True)
 def fresh_keras():
     """Seed Keras before each test, and restore the dtype policy after it."""
+    from accumtrainer.keras_api import keras
+
     keras.utils.set_random_seed(0)
     yield
     keras.mixed_precision.set_dtype_policy("float32")
@@ -136,6 +155,8 @@ def keras_may_promote():
         "JAX's strict dtype promotion is off: ema_overwrite_frequency of Keras "
         "3.15 multiplies float32 weights by int32."
     )
+    import jax
+
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -149,6 +170,8 @@ def without_xla(monkeypatch):
     MiB for each Trainer.
     """
     if BACKEND == "tensorflow":
+        from accumtrainer import engine
+        from accumtrainer.steps import choose_plan
 
         def choose(*arguments, jit_compile, **options):
             jit_compile = False if jit_compile == "auto" else jit_compile

@@ -3,8 +3,7 @@
 import os
 from pathlib import Path
 
-from accumtrainer.keras_api import BACKEND
-
+BACKEND = os.environ["KERAS_BACKEND"]
 WITHOUT_TENSORFLOW = Path(__file__).with_name("without_tensorflow")
 
 

@@ -17,8 +17,8 @@ optimizers = keras.optimizers
 
 # "mean" is another name of the first.
 REDUCTIONS = ("sum_over_batch_size", "mean_with_sample_weight", "sum")
-EVEN = ((8,), (4, 4), (2, 2, 2), (1, 1, 1, 1, 1))
-UNEVEN = ((4, 1), (1, 5), (3, 2, 1), (1, 1, 6, 2, 5), (2, 2, 2, 2, 1))
+EVEN = ((8,), (2, 2, 2), (1, 1, 1, 1, 1))
+UNEVEN = ((4, 1), (1, 5), (1, 1, 6, 2, 5), (2, 2, 2, 2, 1))
 SIZES = EVEN + UNEVEN
 SOME_SIZES = ((7,), (3, 3), (4, 1), (1, 5, 2), (2, 2, 2, 2, 1))
 SLICES = (1, 2, 3, 4, 5, 6, 10, 11, 12)  # of 11 samples

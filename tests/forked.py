@@ -2,8 +2,8 @@
 
 Importing TensorFlow takes four seconds, and more than a hundred processes of
 the tests need it. So they are forked from one that has imported Keras and
-never uses it, which `multiprocessing` calls a fork server. A process that is
-about imports is none for this file.
+never uses it, which `multiprocessing` calls a fork server. On JAX none of them
+finds TensorFlow. A process that is about imports is none for this file.
 """
 
 import atexit
@@ -20,6 +20,8 @@ import traceback
 import warnings
 from pathlib import Path
 from unittest import mock
+
+import environments
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["keras"])
@@ -50,7 +52,7 @@ class Process:
                 self._folder.name,
             ),
         )
-        with mock.patch.dict(os.environ, _of_server(env), clear=True):
+        with mock.patch.dict(os.environ, _of_server(), clear=True):
             self._process.start()
 
     @property
@@ -103,9 +105,10 @@ def run(arguments, env, cwd=None):
     return subprocess.CompletedProcess(arguments, process.returncode, *outputs)
 
 
-def _of_server(env):
-    """Return the environment to import Keras in; JAX's own comes later."""
-    return {k: v for k, v in env.items() if not k.startswith("JAX_")}
+def _of_server():
+    """Return the environment to import Keras in; JAX's options come later."""
+    environment = environments.of_one_backend()
+    return {k: v for k, v in environment.items() if not k.startswith("JAX_")}
 
 
 def _run(arguments, env, folder, outputs):
