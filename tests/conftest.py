@@ -41,6 +41,16 @@ if KERAS_NAME == "keras_core":
         pytest_collection_modifyitems,  # noqa: F401, a hook
     )
     from keras_core_gaps import pytest_runtest_call  # noqa: F401, a hook
+else:
+
+    def pytest_collection_modifyitems(items):
+        """Run what takes long and would come last first.
+
+        Otherwise one of two workers waits for the other in the end.
+        """
+        late = ("test_window.py", "test_window_loss.py")
+        items.sort(key=lambda item: item.path.name not in late)
+
 
 # The first example of a test may compile, which no deadline foresees; and a
 # run of the suite shall not depend on luck.
