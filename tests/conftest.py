@@ -38,7 +38,7 @@ KERAS_NAME = os.environ.get("ACCUMTRAINER_KERAS", "keras")
 
 if KERAS_NAME == "keras_core":
     from keras_core_contract import (
-        pytest_collection_modifyitems,  # noqa: F401, a hook
+        pytest_collection_modifyitems,
     )
     from keras_core_gaps import pytest_runtest_call  # noqa: F401, a hook
 else:
