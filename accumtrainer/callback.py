@@ -222,19 +222,12 @@ class Logs(dict):
         if self._fetch is None:
             return
         fetched = self._fetch()
+        numbers = {name: to_number(value) for name, value in fetched.items()}
         self._fetch = None
         super().__delitem__(_UNREAD)
-        written = dict(super().items())
+        numbers.update(super().items())
         super().clear()
-        super().update(
-            {
-                name: value
-                if isinstance(value, _OF_THE_HOST)
-                else to_number(value)
-                for name, value in fetched.items()
-            }
-        )
-        super().update(written)
+        super().update(numbers)
 
     # CPython copies a dict without calling any method, except where a
     # subclass has an `__iter__` of its own: `dict(logs)` and `{**logs}` are

@@ -226,7 +226,7 @@ class _Point:
 
     def add(self, window):
         """Add the numbers of a window; skipped ones count only among skips."""
-        window = dict(window.items())
+        window = dict(window.items())  # not key by key, as `dict(window)` is
         is_applied, more = window["applied"], window["weight"]
         if is_applied and not self._has_applied:
             self._sums = {}

@@ -1,5 +1,6 @@
 """Claims about the counters of a training run."""
 
+import dataclasses
 import json
 
 import pytest
@@ -9,6 +10,12 @@ from accumtrainer.progress import Progress
 
 def test_progress_starts_at_zero():
     assert set(Progress().as_dict().values()) == {0}
+
+
+def test_progress_copy_has_every_counter():
+    names = [field.name for field in dataclasses.fields(Progress)]
+    progress = Progress(**{name: 1 + i for i, name in enumerate(names)})
+    assert progress.copy() == progress
 
 
 def test_progress_copy_does_not_follow_the_original():
