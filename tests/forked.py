@@ -1,9 +1,9 @@
 """Processes of Python that begin with Keras and its backend imported.
 
-Importing TensorFlow takes four seconds, and more than a hundred processes of
-the tests need it. So they are forked from one that has imported Keras and
-never uses it, which `multiprocessing` calls a fork server. On JAX none of them
-finds TensorFlow. A process that is about imports is none for this file.
+Importing TensorFlow takes four seconds, and dozens of the tests' processes need
+it. So they are forked from one that has imported Keras and never uses it, which
+`multiprocessing` calls a fork server. On JAX none of them finds TensorFlow. A
+process that is about imports is none for this file.
 """
 
 import atexit
