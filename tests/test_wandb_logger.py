@@ -406,7 +406,7 @@ def test_points_wait_for_others_until_somebody_asks_for_them():
     assert said == ["a", "b", "c", "d"]
 
 
-def test_checkpoint_leaves_no_point_waiting(trainer, tmp_path, monkeypatch):
+def test_checkpoint_leaves_no_point_waiting(tmp_path, monkeypatch):
     module = sys.modules[WandbLogger.__module__]
     monkeypatch.setattr(module, "GATHER_SECS", 3600.0)
     has_come = threading.Event()
