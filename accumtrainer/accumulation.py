@@ -146,3 +146,17 @@ def window_means(numerators, denominators):
         Tensor `(n,)`, float32, zero where the weight is zero.
     """
     return ops.divide_no_nan(numerators, denominators)
+
+
+def where_sum(is_sum, sums, means):
+    """Take one thing for losses that are sums, and another for means.
+
+    Args:
+        is_sum: array `(n,)`, bool, which of the losses are sums.
+        sums: tensor `(n,)` or scalar, float32, for those.
+        means: tensor `(n,)`, float32, for the others.
+
+    Returns:
+        Tensor `(n,)`, float32.
+    """
+    return ops.where(is_sum, sums, means) if is_sum.any() else means

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from accumtrainer.accumulation import window_means
+from accumtrainer.accumulation import where_sum, window_means
 from accumtrainer.hooks import Info
 from accumtrainer.keras_api import ops
 from accumtrainer.objective import (
@@ -102,8 +102,8 @@ class EvaluationProgram:
         logs = self._hooks._log_book.take()
         means = measured.means()
         is_sum = np.array([loss.is_sum for loss in measured.weighted])
-        weights = ops.where(is_sum, measured.samples, measured.denominators())
         samples = measured.samples
+        weights = where_sum(is_sum, samples, measured.denominators())
         self._tally.add(
             means * weights,
             weights,
@@ -118,9 +118,9 @@ class EvaluationProgram:
 
     def results(self):
         """Read the evaluation so far, `{name: tensor}`."""
-        means = window_means(*self._tally.losses())
-        regularization, weight, _ = self._tally.extras()
-        regularization = ops.divide_no_nan(regularization, weight)
+        numerators, denominators, extras = self._tally.read()
+        means = window_means(numerators, denominators)
+        regularization = ops.divide_no_nan(*extras[:2])
         return {
             "loss": total_loss(means, self._losses, regularization),
             **named_losses(self._names, means),

@@ -120,9 +120,11 @@ def total_loss(means, losses, regularization):
     Returns:
         Scalar tensor, float32.
     """
+    if not isinstance(means, list):
+        means = ops.unstack(means, len(losses))
     total = regularization
-    for position, loss in enumerate(losses):
-        total = total + loss.coefficient * means[position]
+    for mean, loss in zip(means, losses, strict=True):
+        total = total + loss.coefficient * mean
     return total
 
 

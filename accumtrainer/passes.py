@@ -11,7 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from accumtrainer.accumulation import gradient_weight, loss_factors
+from accumtrainer.accumulation import (
+    gradient_weight,
+    loss_factors,
+    where_sum,
+)
 from accumtrainer.clipping import global_norm
 from accumtrainer.construction import computes_in_float16
 from accumtrainer.gradient_cache import GradientCache
@@ -406,8 +410,8 @@ def _summary(measured, weighing, logs):
     is_sum = np.array([loss.is_sum for loss in measured.weighted])
     return {
         "loss": total_loss(means, measured.weighted, measured.regularization),
-        "numerators": means * ops.where(is_sum, ops.ones_like(means), weights),
-        "denominators": ops.where(is_sum, ops.zeros_like(weights), weights),
+        "numerators": means * where_sum(is_sum, 1.0, weights),
+        "denominators": where_sum(is_sum, 0.0, weights),
         "regularization": measured.regularization,
         "weight": measured.weight,
         "gradient_weight": gradient_weight(measured.weighted, weighing),

@@ -187,15 +187,14 @@ class Tally:
         """Reduce the logged values, `{name: value}`."""
         return {name: value for name, (value, _) in self.logs().items()}
 
-    def losses(self):
-        """Return numerators and denominators, tensors `(losses,)`."""
-        sums = ops.convert_to_tensor(self._sums)
-        return sums[: self._losses], sums[self._losses : 2 * self._losses]
-
-    def extras(self):
-        """Return the summed regularization, weight and samples."""
-        sums = ops.convert_to_tensor(self._sums)
-        return sums[-3], sums[-2], sums[-1]
+    def read(self):
+        """Return the sums, as `add` takes them."""
+        count = self._losses
+        # One operation on TensorFlow, where a slice is four.
+        sums = ops.unstack(self._sums.value, len(self._no_sums))
+        numerators = ops.stack(sums[:count])
+        denominators = ops.stack(sums[count : 2 * count])
+        return numerators, denominators, sums[2 * count :]
 
     def clear(self):
         """Put every sum back to its beginning."""

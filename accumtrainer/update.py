@@ -2,7 +2,11 @@
 
 from dataclasses import replace
 
-from accumtrainer.accumulation import gradient_divisor, window_means
+from accumtrainer.accumulation import (
+    gradient_divisor,
+    where_sum,
+    window_means,
+)
 from accumtrainer.clipping import clipped_norm, clips, global_norm
 from accumtrainer.hooks import Info
 from accumtrainer.keras_api import ops
@@ -63,8 +67,9 @@ class Update:
         """
         state, hooks = self._state, self._hooks
         count = ops.cast(micro_batches, "float32")
-        means, denominators, regularization, weight = self._window_means(count)
-        loss = total_loss(means, self._losses, regularization)
+        means, denominators, extras = self._window_means()
+        regularization, weight, _ = extras
+        loss = total_loss(means, self._losses, regularization / count)
         info = Info(
             update=ops.copy(state.updates.value),
             epoch=state.epoch.value,
@@ -101,6 +106,7 @@ class Update:
                 info,
                 means,
                 denominators,
+                extras,
             ),
             self._forget,
         )
@@ -145,22 +151,20 @@ class Update:
             float32; and its gradients, list of tensors, float32.
         """
         count = ops.cast(micro_batches, "float32")
-        means, _, _, weight = self._window_means(count)
+        means, _, (_, weight, _) = self._window_means()
         divisor = gradient_divisor(
             weighing, total_weight=weight, micro_batches=count
         )
         gradients = _divide(sums, divisor)
         return total_loss(means, self._losses, 0.0), gradients
 
-    def _window_means(self, count):
-        numerators, denominators = self._window.losses()
-        regularization, weight, _ = self._window.extras()
-        means = ops.where(
-            self._is_sum, numerators, window_means(numerators, denominators)
-        )
-        return means, denominators, regularization / count, weight
+    def _window_means(self):
+        numerators, denominators, extras = self._window.read()
+        means = window_means(numerators, denominators)
+        means = where_sum(self._is_sum, numerators, means)
+        return means, denominators, extras
 
-    def _commit(self, gradients, info, means, denominators):
+    def _commit(self, gradients, info, means, denominators, extras):
         """Make the update; every clock that counts updates moves."""
         state = self._state
         self._backend.apply(
@@ -178,7 +182,7 @@ class Update:
         self._hooks.after_apply(replace(info, update=state.updates.value))
         self._window.add_logs(self._hooks._log_book.take())
         count = ops.cast(info.micro_batches, "float32")
-        self._add_to_epoch(means, denominators, count)
+        self._add_to_epoch(means, denominators, extras, count)
 
     def _for_optimizer(self, gradients):
         """Leave unused variables out, as Keras does, unless a hook looked."""
@@ -196,10 +200,10 @@ class Update:
         state.skipped_updates.assign(state.skipped_updates.value + 1)
         state.consecutive_skips.assign(state.consecutive_skips.value + 1)
 
-    def _add_to_epoch(self, means, denominators, count):
+    def _add_to_epoch(self, means, denominators, extras, count):
         """Add the window to the epoch's running means."""
-        regularization, _, samples = self._window.extras()
-        weights = ops.where(self._is_sum, samples, denominators)
+        regularization, _, samples = extras
+        weights = where_sum(self._is_sum, samples, denominators)
         self._epoch.add(
             means * weights,
             weights,
@@ -213,9 +217,9 @@ class Update:
 
     def running_logs(self):
         """Read the epoch so far: losses, metrics, logged values."""
-        means = window_means(*self._epoch.losses())
-        regularization, weight, _ = self._epoch.extras()
-        regularization = ops.divide_no_nan(regularization, weight)
+        numerators, denominators, extras = self._epoch.read()
+        means = window_means(numerators, denominators)
+        regularization = ops.divide_no_nan(*extras[:2])
         named = named_losses(self._loss_names, means)
         with self._backend.holding(metric_variables(self._model)):
             metrics = metric_results(self._model)
@@ -239,14 +243,14 @@ class Update:
             Dict of tensors.
         """
         count = ops.cast(micro_batches, "float32")
-        means, denominators, *_ = self._window_means(count)
+        sums = self._window_means()
         read = [
             *self._window.variables,
             *self._epoch.variables,
             *metric_variables(self._model),
         ]
         with Scratch(read):
-            self._add_to_epoch(means, denominators, count)
+            self._add_to_epoch(*sums, count)
             return self.running_logs()
 
 
