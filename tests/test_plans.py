@@ -276,6 +276,26 @@ def test_equal_windows_are_traced_once(monkeypatch, plan):
     assert traced == made
 
 
+def test_windows_of_many_sizes_are_traced_no_more_than_needed(monkeypatch):
+    use_plan(monkeypatch, "streamed")
+    traced = []
+
+    class Traced(Trainer):
+        def on_accumulate(self, gradients, info):
+            traced.append(info)
+            return gradients
+
+    def batches(*sizes):
+        return [(X[:size], Y[:size]) for size in sizes]
+
+    trainer = Traced(dense(), optimizer="sgd", loss=LOSS, accumulation=3)
+    trainer.fit(batches(3, 1, 2, 2, 5, 4), verbose=0)
+    survey = 1
+    # JAX has a program for each size, TensorFlow one for all.
+    expected = 5 if BACKEND == "jax" else 1
+    assert len(traced) - survey == expected
+
+
 LOSS = "sparse_categorical_crossentropy"
 
 

@@ -280,11 +280,11 @@ class Step:
         totals = self._totals(batches, indices, count, is_even)
 
         ahead = self._look_ahead(batches, indices, count)
-        run_micro_batch = self._micro_batch_function(is_even)
-        return [
-            run_micro_batch(batch, index, count, totals, known)
+        calls = [
+            (batch, index, count, totals, known)
             for batch, index, known in zip(batches, indices, ahead, strict=True)
         ]
+        return self._each(self._micro_batch_function(is_even), calls, is_even)
 
     def _micro_batch_function(self, is_even):
         def run(batch, index, count, totals, ahead):
@@ -300,9 +300,8 @@ class Step:
         if not self._program.needs_totals(is_even):
             return self._constant(0.0, "float32")
         measure = self._function("weights", self._program.measure_weights)
-        return sum(
-            measure(b, i, count) for b, i in zip(batches, indices, strict=True)
-        )
+        calls = [(b, i, count) for b, i in zip(batches, indices, strict=True)]
+        return sum(self._each(measure, calls, is_even))
 
     def _look_ahead(self, batches, indices, count):
         """Embed the window first, where its loss couples its examples.
@@ -320,6 +319,12 @@ class Step:
             "differentiate", self._program.differentiate
         )
         return differentiate(parts, count)
+
+    def _each(self, function, calls, is_even):
+        """Call a compiled function for one micro-batch after the other."""
+        if not is_even:
+            self._backend.expect(function, calls)
+        return [function(*call) for call in calls]
 
     def _function(self, key, function):
         if key not in self._functions:

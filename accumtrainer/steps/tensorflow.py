@@ -92,6 +92,11 @@ class TensorFlowBackend:
 
         return Compiled(traced, jit_compile)
 
+    def expect(self, function, calls):
+        """Prepare a compiled function for arguments of different shapes."""
+        if isinstance(function, Compiled):
+            function.expect(calls)
+
     def gather(self, numbers):
         """Let every process know the n numbers of all, `[processes, n]`."""
         return self._devices.gather(numbers)
@@ -428,9 +433,26 @@ class Compiled:
         self._programs = {}
         self._structures = {}
 
+    def expect(self, calls):
+        """Trace one program for calls to come, whose shapes differ.
+
+        The first of them would be traced by itself, for its own shape alone.
+        """
+        strangers, kinds = {}, set()
+        for arguments in calls:
+            leaves, treedef = optree.tree_flatten(cast(Any, arguments))
+            key = _key(leaves, treedef)
+            if key not in self._programs:
+                strangers[key] = leaves
+                kinds.add((treedef, *map(_kind, leaves)))
+        if len(strangers) > 1 and len(kinds) == 1:
+            alike = zip(*strangers.values(), strict=True)
+            program = self._trace(list(map(_joint_spec, alike)), treedef)
+            self._programs |= dict.fromkeys(strangers, program)
+
     def __call__(self, *arguments):
         leaves, treedef = optree.tree_flatten(cast(Any, arguments))
-        key = (treedef, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        key = _key(leaves, treedef)
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = self._trace(leaves, treedef)
@@ -452,6 +474,21 @@ class Compiled:
 
     def _run(self, treedef, *leaves):
         return self._function(*optree.tree_unflatten(treedef, leaves))
+
+
+def _key(leaves, treedef):
+    return (treedef, *((leaf.shape, leaf.dtype) for leaf in leaves))
+
+
+def _kind(leaf):
+    return len(leaf.shape), leaf.dtype
+
+
+def _joint_spec(leaves):
+    """Describe tensors of one rank and type, whatever their sizes."""
+    sizes = zip(*(leaf.shape for leaf in leaves), strict=True)
+    shape = [n if {n} == set(others) else None for n, *others in sizes]
+    return tf.TensorSpec(shape, leaves[0].dtype)
 
 
 def _in_float32(gradient):
