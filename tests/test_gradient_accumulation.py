@@ -103,21 +103,39 @@ def sequences():
     return tokens, rng.integers(0, 3, [22, 5])
 
 
-def fit_and_train(make, data, steps, *, options=None, steps_per_execution=1):
-    """Train one model by `fit`, its twin by a Trainer.
+def make_trainer(model, steps, **options):
+    """Make the Trainer whose training it is."""
+    options = {"jit_compile": JIT_COMPILE} | options
+    return Trainer(model, accumulation=steps, **options)
+
+
+def fit_and_train(make, data, steps, *, options=None, per_execution=(1,)):
+    """Train models by `fit`, and a twin of theirs by a Trainer.
+
+    Args:
+        make: function that makes a compiled model.
+        data: tuple of arrays.
+        steps: int, micro-batches of an update.
+        options: dict of what else `fit` gets.
+        per_execution: for each of these `steps_per_execution`, one model is
+            trained by `fit`.
 
     Returns:
-        Both models, and the histories of both.
+        List of pairs, those models with their histories; and such a pair of
+        the twin.
     """
     options = ORDER | {"epochs": 2} | (options or {})
-    model = make(steps_per_execution=steps_per_execution)
-    callback = GradientAccumulation(steps)
-    history = model.fit(*data, callbacks=[callback], **options)
-    trainer = Trainer(make(), accumulation=steps, jit_compile=JIT_COMPILE)
+    trainer = make_trainer(make(), steps)
     expected = trainer.fit(*data, **options)
-    assert callback.progress.updates == trainer.progress.updates
-    assert callback.progress.samples == trainer.progress.samples
-    return model, trainer.model, history.history, expected.history
+    fitted = []
+    for count in per_execution:
+        model = make(steps_per_execution=count)
+        callback = GradientAccumulation(steps)
+        history = model.fit(*data, callbacks=[callback], **options)
+        assert callback.progress.updates == trainer.progress.updates
+        assert callback.progress.samples == trainer.progress.samples
+        fitted.append((model, history.history))
+    return fitted, (trainer.model, expected.history)
 
 
 def assert_same_weights(model, other, tolerance=1e-6):
@@ -132,55 +150,55 @@ def read(variable):
 # It is the Trainer's training.
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 2, 3])
-def test_weights_are_those_of_a_trainer(steps_per_execution):
+def test_weights_are_those_of_a_trainer():
     # Compiled as Keras chooses, which on TensorFlow is by XLA too.
     metrics = {"weighted_metrics": ["accuracy"], "jit_compile": "auto"}
-    model, other, history, expected = fit_and_train(
+    fitted, (twin, expected) = fit_and_train(
         lambda **more: mlp(**metrics, **more),
         (X, Y),
         3,
         options={"sample_weight": WEIGHTS, "validation_data": (X, Y)},
-        steps_per_execution=steps_per_execution,
+        per_execution=(1, 2, 3),
     )
-    assert_same_weights(model, other)
-    for name in ("loss", "accuracy", "val_loss"):
-        np.testing.assert_allclose(history[name], expected[name], rtol=1e-5)
-    assert set(history) == {"loss", "accuracy", "val_loss", "val_accuracy"}
+    for model, history in fitted:
+        assert_same_weights(model, twin)
+        for name in ("loss", "accuracy", "val_loss"):
+            np.testing.assert_allclose(history[name], expected[name], rtol=1e-5)
+        assert set(history) == {"loss", "accuracy", "val_loss", "val_accuracy"}
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 4])
 @pytest.mark.parametrize("make", [conv_net, masked_lstm])
-def test_weights_are_those_of_a_trainer_for(make, steps_per_execution):
+def test_weights_are_those_of_a_trainer_for(make):
     data = (X, Y) if make is conv_net else sequences()
-    model, other, history, expected = fit_and_train(
-        make, data, 4, steps_per_execution=steps_per_execution
+    fitted, (twin, expected) = fit_and_train(
+        make, data, 4, per_execution=(1, 4)
     )
-    assert_same_weights(model, other)
-    np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-5)
+    for model, history in fitted:
+        assert_same_weights(model, twin)
+        np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 3])
-def test_outputs_that_count_differently_are_exact(steps_per_execution):
+def test_outputs_that_count_differently_are_exact():
     tokens, tags = sequences()
     means = tokens.mean(axis=1, keepdims=True).astype("float32")
     data = (tokens, {"tags": tags, "mean": means})
-    model, other, history, expected = fit_and_train(
+    fitted, (twin, expected) = fit_and_train(
         two_outputs,
         data,
         3,
         options={"validation_data": data},
-        steps_per_execution=steps_per_execution,
+        per_execution=(1, 3),
     )
-    assert_same_weights(model, other)
-    # Validation is that of Keras, which averages the means of batches.
-    for name in ("loss", "tags_loss", "mean_loss"):
-        np.testing.assert_allclose(history[name], expected[name], rtol=1e-5)
+    for model, history in fitted:
+        assert_same_weights(model, twin)
+        # Validation is that of Keras, which averages the means of batches.
+        for name in ("loss", "tags_loss", "mean_loss"):
+            np.testing.assert_allclose(history[name], expected[name], rtol=1e-5)
 
 
 def test_steps_can_be_more_than_an_epoch_has():
-    model, other, *_ = fit_and_train(mlp, (X, Y), 50)
-    assert_same_weights(model, other)
+    ((model, _),), (twin, _) = fit_and_train(mlp, (X, Y), 50)
+    assert_same_weights(model, twin)
 
 
 def test_one_step_is_plain_fit():
@@ -231,7 +249,7 @@ def test_data_of_unknown_length_loses_nothing(steps_per_execution):
     )
     callback = GradientAccumulation(3)
     model.fit(batches(), verbose=0, shuffle=False, callbacks=[watch, callback])
-    trainer = Trainer(mlp(), accumulation=3)
+    trainer = make_trainer(mlp(), 3)
     trainer.fit(X, Y, **ORDER)
     assert_same_weights(model, trainer.model)
     # Also for callbacks that come first: the tail had been applied by then.
@@ -259,7 +277,7 @@ def test_data_that_fail_end_training_after_what_came_before(
             callbacks=[callback, watch],
         )
     assert callback.progress.updates == 2
-    trainer = Trainer(mlp(), accumulation=2)
+    trainer = make_trainer(mlp(), 2)
     trainer.fit(X[:12], Y[:12], **ORDER)
     last = trainer.model.get_weights()[0]
     np.testing.assert_allclose(watch.weights[-1], last, rtol=0, atol=1e-6)
@@ -331,7 +349,7 @@ def test_stopping_amid_a_window_still_makes_its_update():
     options = {"validation_data": (X, Y), "epochs": 3}
     model.fit(X, Y, callbacks=[callback, watch], **ORDER | options)
     assert callback.progress.updates == 2
-    trainer = Trainer(mlp(), accumulation=3)
+    trainer = make_trainer(mlp(), 3)
     trainer.fit(X[:15], Y[:15], **ORDER)
     assert_same_weights(model, trainer.model)
 
@@ -408,9 +426,9 @@ def test_model_is_as_it_was_and_a_second_fit_goes_on():
     model.fit(X, Y, callbacks=[callback], **ORDER)
     assert attributes(model) == before
     assert callback.progress.updates == 6
-    trainer = Trainer(mlp(), accumulation=1)
+    trainer = make_trainer(mlp(), 1)
     trainer.fit(X, Y, **ORDER)
-    trainer = Trainer(trainer.model, accumulation=3)
+    trainer = make_trainer(trainer.model, 3)
     trainer.fit(X, Y, epochs=2, **ORDER)
     assert_same_weights(model, trainer.model, 1e-5)
 
@@ -438,7 +456,7 @@ def test_error_leaves_nothing_behind_in_the_next(goes_on):
     assert callback.progress.updates == 1
     twin = mlp()
     twin.fit(X[:3], Y[:3], **ORDER)
-    Trainer(twin, accumulation=3).fit(X[:9], Y[:9], **ORDER)
+    make_trainer(twin, 3).fit(X[:9], Y[:9], **ORDER)
     assert_same_weights(model, twin)
     if goes_on == "fit":
         model.fit(X, Y, **ORDER)
@@ -448,7 +466,7 @@ def test_error_leaves_nothing_behind_in_the_next(goes_on):
         twin.train_on_batch(X, Y)
     else:
         model.fit(X, Y, callbacks=[callback], **ORDER)
-        Trainer(twin, accumulation=3).fit(X, Y, **ORDER)
+        make_trainer(twin, 3).fit(X, Y, **ORDER)
     assert attributes(model) == before
     assert_same_weights(model, twin, 1e-5)
 
@@ -469,7 +487,7 @@ def test_loss_scale_optimizer_stays_and_learns_the_scale():
     model.fit(X, Y, callbacks=[callback], **ORDER)
     assert float(read(optimizer.dynamic_scale)) == 2.0**14
     # XLA keeps more digits of a float16 than one operation after another.
-    trainer = Trainer(mlp(), accumulation=4, jit_compile=JIT_COMPILE)
+    trainer = make_trainer(mlp(), 4)
     trainer.fit(bad, Y, **ORDER)
     trainer.fit(X, Y, **ORDER)
     assert_same_weights(model, trainer.model, 1e-5)
@@ -504,7 +522,7 @@ def test_overridden_compute_loss_is_honoured_with_its_denominator():
     model = own_loss()
     callback = GradientAccumulation(3, denominator="samples")
     history = model.fit(X, Y, callbacks=[callback], epochs=2, **ORDER)
-    trainer = Trainer(own_loss(), accumulation=3, denominator="samples")
+    trainer = make_trainer(own_loss(), 3, denominator="samples")
     expected = trainer.fit(X, Y, epochs=2, **ORDER)
     assert_same_weights(model, trainer.model)
     np.testing.assert_allclose(
@@ -580,7 +598,7 @@ def test_two_of_them_are_refused_and_leave_nothing_behind():
 
 
 def test_trainer_refuses_it():
-    trainer = Trainer(mlp(), accumulation=2)
+    trainer = make_trainer(mlp(), 2)
     with pytest.raises(ValueError, match=r"Use Trainer\(accumulation"):
         trainer.fit(X, Y, callbacks=[GradientAccumulation(2)], **ORDER)
 
@@ -625,7 +643,7 @@ def test_bad_arguments_are_refused(options):
 def test_running_eagerly_gives_the_same():
     model = mlp(run_eagerly=True)
     model.fit(X[:9], Y[:9], callbacks=[GradientAccumulation(2)], **ORDER)
-    trainer = Trainer(mlp(), accumulation=2)
+    trainer = make_trainer(mlp(), 2)
     trainer.fit(X[:9], Y[:9], **ORDER)
     assert_same_weights(model, trainer.model)
 
@@ -748,6 +766,6 @@ def test_accumulation_takes_the_words_of_the_trainer():
     callback = GradientAccumulation(2, combine="sum", loss_scale=LossScale())
     model.fit(X, Y, callbacks=[callback], **ORDER)
     accumulation = Accumulation(steps=2, combine="sum")
-    trainer = Trainer(mlp(), accumulation=accumulation, loss_scale=LossScale())
+    trainer = make_trainer(mlp(), accumulation, loss_scale=LossScale())
     trainer.fit(X, Y, **ORDER)
     assert_same_weights(model, trainer.model)
