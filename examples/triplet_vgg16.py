@@ -233,6 +233,9 @@ def main():
     parser.add_argument("--updates", type=int, default=5)
     parser.add_argument("--examples", type=int, default=128)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument(
+        "--unseen", type=int, default=360, help="images to verify, at most 360"
+    )
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--peak-of", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0)
@@ -241,7 +244,8 @@ def main():
         examples, seed = options.examples, options.seed
         print(*peak_of_one_update(options.peak_of, examples, seed))
         return
-    (x, y), (x_test, y_test) = load_data(options.seed)
+    (x, y), unseen = load_data(options.seed)
+    x_test, y_test = (array[: options.unseen] for array in unseen)
     for way in options.ways:
         model = make_model(options.seed)
         accuracies = []

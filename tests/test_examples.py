@@ -57,7 +57,7 @@ SHORT = {
     "triplet_vgg16.py": Short(
         arguments=(
             *("--updates", "1", "--examples", "2"),
-            *("--ways", "batch-hard"),
+            *("--ways", "batch-hard", "--unseen", "60"),
             *NO_MEMORY,
         ),
         lines=(
