@@ -91,25 +91,29 @@ def assert_close(ours, theirs, tolerance=1e-5):
         np.testing.assert_allclose(one, other, atol=tolerance, rtol=tolerance)
 
 
-def assert_same_training(make_model, x, y, replicas, *, fit=None, **options):
-    """Train on one device and on several, and compare everything."""
+def assert_same_training(make_model, x, y, *counts, fit=None, **options):
+    """Train on one device and on several, and compare everything.
+
+    Returns:
+        The last of the Trainers, one for each of these counts of devices.
+    """
     histories, trainers = [], []
-    for count in (1, replicas):
+    for count in (1, *counts):
         trainer = make_trainer(count, make_model, **options)
         history = trainer.fit(x, y, **{"epochs": 2, "verbose": 0} | (fit or {}))
         histories.append(history.history)
         trainers.append(trainer)
-    assert_close(*map(weights_of, trainers))
-    one, several = histories
-    assert one.keys() == several.keys()
-    for name, values in one.items():
-        np.testing.assert_allclose(
-            several[name], values, rtol=1e-4, err_msg=name
-        )
-    counts = [trainer.progress for trainer in trainers]
-    assert counts[0].updates == counts[1].updates
-    assert counts[0].samples == counts[1].samples
-    return trainers[1]
+    (one, *others), (history, *other_histories) = trainers, histories
+    for several, other in zip(others, other_histories, strict=True):
+        assert_close(*map(weights_of, (one, several)))
+        assert history.keys() == other.keys()
+        for name, values in history.items():
+            np.testing.assert_allclose(
+                other[name], values, rtol=1e-4, err_msg=name
+            )
+        assert one.progress.updates == several.progress.updates
+        assert one.progress.samples == several.progress.samples
+    return trainers[-1]
 
 
 def targets(rng, samples):
@@ -126,16 +130,15 @@ def targets(rng, samples):
 BATCH_SIZES = {"even": 24, "smaller": 28, "left over": 17, "few": 3}
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
 @pytest.mark.parametrize("kind", BATCH_SIZES)
-def test_replicas_make_the_updates_of_one_device(rng, kind, replicas):
+def test_replicas_make_the_updates_of_one_device(rng, kind):
     batch_size = BATCH_SIZES[kind]
     x, y = targets(rng, batch_size * UPDATES // 2)
     trainer = assert_same_training(
         make_mlp,
         x,
         y,
-        replicas,
+        *(2, 4),
         fit={"batch_size": batch_size},
         metrics=["mae"],
     )
