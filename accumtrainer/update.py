@@ -243,14 +243,14 @@ class Update:
             Dict of tensors.
         """
         count = ops.cast(micro_batches, "float32")
-        sums = self._window_means()
+        means, denominators, extras = self._window_means()
         read = [
             *self._window.variables,
             *self._epoch.variables,
             *metric_variables(self._model),
         ]
         with Scratch(read):
-            self._add_to_epoch(*sums, count)
+            self._add_to_epoch(means, denominators, extras, count)
             return self.running_logs()
 
 
