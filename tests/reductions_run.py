@@ -26,7 +26,7 @@ if BACKEND == "jax":
 else:
     import tensorflow as tf
 
-    from accumtrainer.steps.tensorflow import Compiled
+    from accumtrainer.steps.tensorflow_programs import Compiled
 
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0],
