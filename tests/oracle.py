@@ -10,6 +10,7 @@ import functools
 
 import numpy as np
 import pytest
+from quickest import JIT_COMPILE
 
 from accumtrainer import Accumulation, Batch, Trainer
 from accumtrainer.keras_api import BACKEND, KERAS_NAME, keras, ops, tree
@@ -167,8 +168,11 @@ def combined_gradients(model, batches, factor):
         batches: list of micro-batches.
         factor: what the sum is multiplied by.
     """
-    parts = [batch_gradients(model, batch)[1] for batch in batches]
-    return [sum(tensors) * factor for tensors in zip(*parts, strict=True)]
+    parts = [
+        map(ops.convert_to_numpy, batch_gradients(model, batch)[1])
+        for batch in batches
+    ]
+    return [sum(arrays) * factor for arrays in zip(*parts, strict=True)]
 
 
 def update(model, batch):
@@ -209,9 +213,7 @@ class Pair:
         accumulation: as in `Trainer`; by default every call of `train` makes
             one window of all its batches.
         trainer_class: `Trainer` or a subclass.
-        jit_compile: as in `Trainer`; `None` is on for JAX, whose programs
-            users run compiled, and off for TensorFlow, where XLA takes longer
-            to compile than these models take to train.
+        jit_compile: as in `Trainer`; `None` is what is quickest here.
         options: further arguments of `Trainer`.
     """
 
@@ -229,12 +231,15 @@ class Pair:
         **options,
     ):
         if jit_compile is None:
-            jit_compile = BACKEND == "jax"
+            jit_compile = JIT_COMPILE
         self.model = make_model()
         self.twin = make_model()
         self.twin.set_weights(self.model.get_weights())
         self.twin.compile(
-            make_optimizer(), loss, loss_weights=loss_weights, jit_compile=False
+            make_optimizer(),
+            loss,
+            loss_weights=loss_weights,
+            jit_compile=JIT_COMPILE,
         )
         self.steps = 2
         self.trainer = trainer_class(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from quickest import JIT_COMPILE
 
 from accumtrainer import Accumulation, Every, Trainer
 from accumtrainer.callbacks import Checkpoint
@@ -84,7 +85,7 @@ def make_trainer(make_scope, outputs=1, **options):
             optimizer=keras.optimizers.Adam(0.01),
             loss=loss if outputs == 1 else dict.fromkeys(heads, loss),
             seed=0,
-            jit_compile=BACKEND == "jax",
+            jit_compile=JIT_COMPILE,
             **options,
         )
 

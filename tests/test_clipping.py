@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from quickest import JIT_COMPILE
 
 from accumtrainer import Accumulation, Trainer, adaptive_clip
 from accumtrainer.keras_api import keras, ops
@@ -114,7 +115,7 @@ def train(cls, size, **options):
         optimizer=keras.optimizers.SGD(1.0, **options),
         loss="mse",
         accumulation=Accumulation(micro_batch_size=size),
-        jit_compile=False,
+        jit_compile=JIT_COMPILE,
     )
     before = [numbers(v) for v in trainer.model.trainable_variables]
     logs = trainer.train_on_batch(X, Y, return_dict=True)

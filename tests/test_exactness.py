@@ -40,6 +40,7 @@ from oracle import (
     largest_error,
     update,
 )
+from quickest import RUN_EAGERLY
 
 from accumtrainer import Accumulation
 from accumtrainer.keras_api import keras, ops
@@ -133,7 +134,7 @@ def sliced_pair(weighting, size):
             reduction="mean_with_sample_weight",
         ),
         accumulation=Accumulation(micro_batch_size=size),
-        run_eagerly=True,
+        run_eagerly=RUN_EAGERLY,
     )
 
 

@@ -23,6 +23,7 @@ from oracle import (
     cuts_in_many_ways,
     largest_error,
 )
+from quickest import JIT_COMPILE
 
 from accumtrainer import Trainer
 from accumtrainer.keras_api import BACKEND, KERAS_NAME, keras, ops
@@ -82,14 +83,14 @@ def test_without_accumulation_weights_are_those_of_keras_fit(
     x = rng.normal(size=[22, FEATURES]).astype("float32")
     y = rng.normal(size=[22, CLASSES]).astype("float32")
     model, plain = FIT_MODELS[name](), FIT_MODELS[name]()
-    plain.compile(OPTIMIZERS[optimizer](), "mse", jit_compile=False)
+    plain.compile(OPTIMIZERS[optimizer](), "mse", jit_compile=JIT_COMPILE)
     options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
     expected = plain.fit(x, y, **options).history["loss"]
     trainer = Trainer(
         model,
         optimizer=OPTIMIZERS[optimizer](),
         loss="mse",
-        jit_compile=False,
+        jit_compile=JIT_COMPILE,
         seed=0,
     )
     actual = trainer.fit(x, y, **options).history["loss"]

@@ -7,6 +7,7 @@ import warnings
 
 import numpy as np
 import pytest
+from quickest import RUN_EAGERLY
 
 from accumtrainer import (
     Accumulation,
@@ -27,9 +28,13 @@ LABELS = np.arange(12, dtype="int32") % 3
 
 
 def make_trainer(loss="mse", units=1, **options):
-    """Make a Trainer of a linear model, run as plain Python."""
+    """Make a Trainer of a linear model, run as is quickest."""
     model = keras.Sequential([keras.Input([2]), keras.layers.Dense(units)])
-    options = {"optimizer": "adam", "run_eagerly": True, "seed": 0} | options
+    options = {
+        "optimizer": "adam",
+        "run_eagerly": RUN_EAGERLY,
+        "seed": 0,
+    } | options
     return Trainer(model, loss=loss, **options)
 
 
@@ -139,7 +144,7 @@ def test_the_path_in_a_nest_is_named():
         keras.Model({"one": one, "two": two}, outputs),
         optimizer="sgd",
         loss="mse",
-        run_eagerly=True,
+        run_eagerly=RUN_EAGERLY,
     )
     x = {"one": X, "two": with_value(X, (3, 0), np.nan)}
     message = fit_until_error(
@@ -213,7 +218,9 @@ def test_each_output_has_labels_of_its_own(nest):
     targets = {"number": Y + 9, "kind": with_value(LABELS, 5, 4)}
     if nest is list:
         losses, targets = list(losses.values()), list(targets.values())
-    trainer = Trainer(model, optimizer="sgd", loss=losses, run_eagerly=True)
+    trainer = Trainer(
+        model, optimizer="sgd", loss=losses, run_eagerly=RUN_EAGERLY
+    )
     message = fit_until_error(
         trainer, X, targets, updates=0, shuffle=False, check_inputs=True
     )
@@ -235,7 +242,7 @@ def test_labels_of_tokens_are_checked():
         model,
         optimizer="sgd",
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        run_eagerly=True,
+        run_eagerly=RUN_EAGERLY,
     )
     tokens = np.arange(12).reshape(3, 4) % 5
     trainer.fit(tokens, tokens, verbose=0, check_inputs=True)
@@ -257,7 +264,7 @@ def trainer_like(trainer):
         optimizer="sgd",
         loss=trainer.model.loss,
         accumulation=trainer.accumulation,
-        run_eagerly=True,
+        run_eagerly=RUN_EAGERLY,
     )
 
 
@@ -292,7 +299,11 @@ def test_lengths_may_change_where_the_model_lets_them():
     pooled = keras.layers.GlobalAveragePooling1D()(inputs)
     model = keras.Model(inputs, keras.layers.Dense(1)(pooled))
     trainer = Trainer(
-        model, optimizer="sgd", loss="mse", accumulation=2, run_eagerly=True
+        model,
+        optimizer="sgd",
+        loss="mse",
+        accumulation=2,
+        run_eagerly=RUN_EAGERLY,
     )
     data = [(np.ones([2, n, 2]), np.ones([2, 1])) for n in (3, 5, 4, 4)]
     trainer.fit(data, verbose=0)
@@ -546,14 +557,14 @@ def test_a_window_without_weight_moves_weights_as_keras_does(optimizer):
                 0.1, weight_decay=0.01
             ),
             loss="mse",
-            run_eagerly=True,
+            run_eagerly=RUN_EAGERLY,
         )
         return model
 
     nothing = np.zeros(12, "float32")
     theirs, ours = make(), make()
     theirs.fit(X, Y, sample_weight=nothing, batch_size=12, verbose=0)
-    trainer = Trainer(ours, accumulation=3, run_eagerly=True)
+    trainer = Trainer(ours, accumulation=3, run_eagerly=RUN_EAGERLY)
     trainer.fit(X, Y, sample_weight=nothing, batch_size=4, verbose=0)
     assert trainer.progress.updates == 1
     for one, other in zip(theirs.weights, ours.weights, strict=True):

@@ -5,10 +5,11 @@ import types
 
 import numpy as np
 import pytest
+from quickest import JIT_COMPILE
 
 from accumtrainer import Accumulation, Callback, DataError, Every, Trainer
 from accumtrainer import loop as loop_module
-from accumtrainer.keras_api import BACKEND, keras, ops
+from accumtrainer.keras_api import keras, ops
 
 pytestmark = pytest.mark.usefixtures("without_xla")
 
@@ -17,7 +18,6 @@ Y = (X @ [[1.0], [-2.0], [0.5]] + 0.1).astype("float32")
 LABELS = (X[:, 0] > 0).astype("int32")
 
 # Nothing here is about XLA, and TensorFlow starts sooner without it.
-JIT_COMPILE = False if BACKEND == "tensorflow" else "auto"
 
 many_shapes = pytest.mark.filterwarnings("ignore:Micro-batches should have few")
 

@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 from keras_core_gaps import keras_3_only
+from quickest import JIT_COMPILE
 
 from accumtrainer import Accumulation, LossScale, NonFiniteError, Trainer
 from accumtrainer.callbacks.gradient_accumulation import GradientAccumulation
@@ -16,7 +17,6 @@ from accumtrainer.steps import make_backend
 pytestmark = keras_3_only("has a fit of its own kind, which is refused")
 
 # What XLA takes to compile on TensorFlow is not what these tests are about.
-JIT_COMPILE = BACKEND == "jax"
 X = np.random.default_rng(0).normal(size=(22, 6)).astype("float32")
 Y = np.random.default_rng(1).integers(0, 3, 22)
 WEIGHTS = np.random.default_rng(2).uniform(0.2, 2, 22).astype("float32")
@@ -43,7 +43,7 @@ def compiled(model, optimizer=None, **options):
     arguments = {
         "optimizer": optimizer or keras.optimizers.Adam(0.05),
         "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        "jit_compile": "auto" if JIT_COMPILE else False,
+        "jit_compile": JIT_COMPILE,
     }
     model.compile(**arguments | options)
     return model

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from quickest import JIT_COMPILE
 
 from accumtrainer import Accumulation, Callback, Every, LossScale, Trainer
 from accumtrainer.callbacks import Checkpoint, GradientNoiseScale
@@ -135,7 +136,7 @@ def test_norms_by_their_weights_add_up_where_all_samples_are_alike(
         optimizer="sgd",
         loss=keras.losses.MeanSquaredError(reduction=reduction),
         accumulation=Accumulation(steps=3, combine=combine),
-        jit_compile=False,
+        jit_compile=JIT_COMPILE,
     )
     x, y = np.ones([8, 5], "float32"), np.ones([8, 1], "float32")
     batches = [

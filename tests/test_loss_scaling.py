@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from quickest import JIT_COMPILE
 
 from accumtrainer import Callback, LossScale, NonFiniteError, Trainer
 from accumtrainer import engine as engine_module
-from accumtrainer.keras_api import BACKEND, keras, ops
+from accumtrainer.keras_api import keras, ops
 from accumtrainer.loss_scale import next_scale
 from accumtrainer.steps import Plan
 
 K = 4
 
 # TensorFlow starts sooner without XLA, which has tests of its own below.
-JIT_COMPILE = False if BACKEND == "tensorflow" else "auto"
 X = 0.1 * np.random.default_rng(1).normal(size=(32, 3)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
 
@@ -82,7 +82,7 @@ def assert_moved_alike(one, other):
         np.testing.assert_allclose(move, other_move, atol=1e-2 * size)
 
 
-def use_plan(monkeypatch, name, *, jit_compile=BACKEND == "jax"):
+def use_plan(monkeypatch, name, *, jit_compile=JIT_COMPILE):
     """Make every Trainer run its windows by one plan."""
     plan = Plan(name=name, jit_compile=jit_compile)
     monkeypatch.setattr(engine_module, "choose_plan", lambda *a, **k: plan)

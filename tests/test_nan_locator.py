@@ -4,10 +4,11 @@ import contextlib
 
 import numpy as np
 import pytest
+from quickest import RUN_EAGERLY
 
 from accumtrainer import Batch, LossScale, Trainer, WeightedLoss
 from accumtrainer.callbacks import NaNLocator
-from accumtrainer.keras_api import BACKEND, keras, ops
+from accumtrainer.keras_api import keras, ops
 from accumtrainer.steps import Report
 
 pytestmark = pytest.mark.usefixtures("without_xla")
@@ -31,7 +32,7 @@ def make_trainer(model=None, cls=Trainer, **options):
         "optimizer": "sgd",
         "loss": "mse",
         "accumulation": 4,
-        "run_eagerly": BACKEND == "tensorflow",
+        "run_eagerly": RUN_EAGERLY,
     } | options
     return cls(model or make_model(), seed=0, **options)
 

@@ -7,6 +7,7 @@ import types
 import forked
 import numpy as np
 import pytest
+from quickest import JIT_COMPILE
 
 from accumtrainer import Accumulation, Callback, Trainer
 from accumtrainer import engine as engine_module
@@ -33,11 +34,7 @@ def numbers(variable):
     return np.asarray(ops.convert_to_tensor(variable)).copy()
 
 
-# TensorFlow compiles without XLA too, and sooner; JAX does not.
-QUICKLY = BACKEND == "jax"
-
-
-def use_plan(monkeypatch, name, *, jit_compile=QUICKLY):
+def use_plan(monkeypatch, name, *, jit_compile=JIT_COMPILE):
     """Make every Trainer run its windows by one plan."""
     plan = Plan(name=name, jit_compile=jit_compile)
     monkeypatch.setattr(engine_module, "choose_plan", lambda *a, **k: plan)

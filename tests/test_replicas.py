@@ -7,6 +7,7 @@ from pathlib import Path
 import forked
 import numpy as np
 import pytest
+from quickest import JIT_COMPILE
 
 from accumtrainer import (
     Accumulation,
@@ -52,8 +53,7 @@ def make_trainer(replicas, make_model, trainer_type=Trainer, **options):
         "loss": "mse",
         "accumulation": Accumulation(micro_batch_size=3),
         "seed": 0,
-        # XLA takes longer to compile the models here than they train.
-        "jit_compile": BACKEND == "jax",
+        "jit_compile": JIT_COMPILE,
     } | options
     keras.utils.set_random_seed(0)
     with distributed(replicas):

@@ -6,6 +6,7 @@ import signal
 
 import numpy as np
 import pytest
+from quickest import JIT_COMPILE, RUN_EAGERLY
 
 from accumtrainer import (
     Accumulation,
@@ -21,13 +22,12 @@ from accumtrainer.callbacks import Checkpoint
 from accumtrainer.keras_api import BACKEND, keras, ops
 from accumtrainer.snapshot import PARTS
 
-# Most of the claims are about the loop: they need not wait for a compiler,
-# where that takes longer than to do without one.
+# Most of the claims are about the loop, which need not wait for a compiler.
 DEFAULTS = {
     "seed": 3,
     "accumulation": 2,
     "loss_scale": None,
-    "run_eagerly": BACKEND == "tensorflow",
+    "run_eagerly": RUN_EAGERLY,
 }
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=[24, 3]).astype("float32")
@@ -172,7 +172,7 @@ def with_k_that_grows():
 
 
 def compiled():
-    return make_trainer(run_eagerly=False, jit_compile=BACKEND == "jax")
+    return make_trainer(run_eagerly=False, jit_compile=JIT_COMPILE)
 
 
 RUNS = {

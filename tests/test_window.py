@@ -11,6 +11,7 @@ from oracle import (
     cuts_in_many_ways,
     largest_error,
 )
+from quickest import RUN_EAGERLY
 
 from accumtrainer import Accumulation, Batch, Callback, Trainer
 from accumtrainer.keras_api import keras, ops
@@ -294,7 +295,7 @@ def test_slices_of_a_loader_batch_are_a_window(size):
         make_model,
         loss=BY_WEIGHT,
         accumulation=Accumulation(micro_batch_size=size),
-        run_eagerly=True,
+        run_eagerly=RUN_EAGERLY,
     )
     pair.trainer.fit(
         X, Y, sample_weight=WEIGHTS, batch_size=22, shuffle=False, verbose=0
@@ -306,7 +307,10 @@ def test_slices_of_a_loader_batch_are_a_window(size):
 @pytest.mark.parametrize("steps", [1, 2, 3, 5])
 def test_train_on_batch_slices_into_the_steps_of_a_window(steps):
     pair = Pair(
-        make_model, loss=BY_WEIGHT, accumulation=steps, run_eagerly=True
+        make_model,
+        loss=BY_WEIGHT,
+        accumulation=steps,
+        run_eagerly=RUN_EAGERLY,
     )
     loss = pair.trainer.train_on_batch(X, Y, sample_weight=WEIGHTS)
     expected_loss, expected = batch_gradients(pair.twin, (X, Y, WEIGHTS))

@@ -8,6 +8,7 @@ training, and the loss of all of them is differentiated at once.
 import numpy as np
 import pytest
 from oracle import KeepGradients, differentiate
+from quickest import JIT_COMPILE
 
 from accumtrainer import (
     Accumulation,
@@ -15,7 +16,7 @@ from accumtrainer import (
     WindowLossTrainer,
 )
 from accumtrainer import engine as engine_module
-from accumtrainer.keras_api import BACKEND, keras, ops
+from accumtrainer.keras_api import keras, ops
 from accumtrainer.steps import Plan
 from accumtrainer.window_losses import (
     batch_all_triplet_loss,
@@ -132,7 +133,7 @@ def test_update_is_that_of_the_big_batch(name, sizes):
 @pytest.mark.parametrize("name", LOSSES)
 def test_dropout_is_replayed(monkeypatch, name, plan):
     # XLA on TensorFlow draws in its own way, which the reference cannot.
-    use_plan(monkeypatch, plan, jit_compile=BACKEND == "jax")
+    use_plan(monkeypatch, plan, jit_compile=JIT_COMPILE)
     x, y = make_data()
     model = make_model(layers.Dropout(0.5, seed=3))
     random_state = model.layers[1].seed_generator.state
