@@ -17,8 +17,6 @@ X = np.random.default_rng(0).normal(size=(24, 3)).astype("float32")
 Y = (X @ [[1.0], [-2.0], [0.5]] + 0.1).astype("float32")
 LABELS = (X[:, 0] > 0).astype("int32")
 
-# Nothing here is about XLA, and TensorFlow starts sooner without it.
-
 many_shapes = pytest.mark.filterwarnings("ignore:Micro-batches should have few")
 
 
@@ -657,11 +655,9 @@ def test_skipped_updates_do_not_move_a_function_of_the_updates():
     assert trainer.progress.skipped_updates == 1
 
 
-@pytest.mark.parametrize("samples", [24, 22, 17, 5])
-@pytest.mark.parametrize("epochs", [1, 3])
-@pytest.mark.parametrize(
-    "accumulation",
-    [
+@pytest.fixture(
+    scope="module",
+    params=[
         Accumulation(steps=4, tail="flush"),
         Accumulation(steps=4, tail="carry"),
         Accumulation(steps=2, tail="drop"),
@@ -670,10 +666,19 @@ def test_skipped_updates_do_not_move_a_function_of_the_updates():
     ],
     ids=["flush", "carry", "drop", "slices", "by-epoch"],
 )
-def test_updates_made_are_those_foretold(samples, epochs, accumulation):
-    trainer, _ = make_trainer(accumulation=accumulation)
-    fit(trainer, X[:samples], Y[:samples], epochs=epochs)
-    assert trainer.progress.updates == accumulation.updates(
+def trained_often(request):
+    """Make a Trainer that several tests train, one after the other."""
+    return make_trainer(accumulation=request.param)[0]
+
+
+@many_shapes
+@pytest.mark.parametrize("samples", [24, 22, 17, 5])
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_updates_made_are_those_foretold(trained_often, samples, epochs):
+    before = trained_often.progress.updates
+    fit(trained_often, X[:samples], Y[:samples], epochs=epochs)
+    made = trained_often.progress.updates - before
+    assert made == trained_often.accumulation.updates(
         samples=samples, batch_size=2, epochs=epochs
     )
 

@@ -641,7 +641,7 @@ def test_bad_arguments_are_refused(options):
 
 
 def test_running_eagerly_gives_the_same():
-    model = mlp(run_eagerly=True)
+    model = mlp(run_eagerly=True, jit_compile=False)
     model.fit(X[:9], Y[:9], callbacks=[GradientAccumulation(2)], **ORDER)
     trainer = make_trainer(mlp(), 2)
     trainer.fit(X[:9], Y[:9], **ORDER)

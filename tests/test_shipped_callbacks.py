@@ -27,11 +27,15 @@ Y = (X @ [[1.0], [-2.0], [0.5]]).astype("float32")
 COSTLY_HOOKS = ("on_micro_batch", "on_accumulate", "on_apply")
 
 
-def train(callback, *others, **options):
-    """Train with a Trainer, six updates."""
+def make_trainer():
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
-    trainer = Trainer(model, optimizer="sgd", loss="mse", accumulation=2)
+    return Trainer(model, optimizer="sgd", loss="mse", accumulation=2)
+
+
+def train(callback, *others, **options):
+    """Train with a Trainer, six updates."""
+    trainer = make_trainer()
     train_again(trainer, callback, *others, **options)
     return trainer
 
@@ -242,14 +246,14 @@ def test_state_goes_through_json_into_another_training(name, tmp_path):
 @each(with_trainer=True)
 @pytest.mark.parametrize("error", [RuntimeError("fire"), KeyboardInterrupt()])
 def test_callback_is_closed_on_errors(name, error, tmp_path, monkeypatch):
-    callback = SHIPPED[name].make(tmp_path)
+    trainer, callback = make_trainer(), SHIPPED[name].make(tmp_path)
     with pytest.raises(type(error)):
-        train(callback, Fail(error))
+        train_again(trainer, callback, Fail(error))
     after = files_in(tmp_path)
     # All that was to be written has been, and nothing is left open.
     callback.on_train_end({})
     assert files_in(tmp_path) == after
-    train(callback)
+    train_again(trainer, callback)
 
 
 @each(with_trainer=True)
