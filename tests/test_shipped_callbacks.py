@@ -11,13 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from quickest import JIT_COMPILE
 
 from accumtrainer import Callback, Logger, Trainer, callbacks
 from accumtrainer.callback import is_overridden
 from accumtrainer.keras_api import keras
 from accumtrainer.steps import Report
-
-pytestmark = pytest.mark.usefixtures("without_xla")
 
 X = np.random.default_rng(0).normal(size=(24, 3)).astype("float32")
 Y = (X @ [[1.0], [-2.0], [0.5]]).astype("float32")
@@ -27,21 +26,33 @@ Y = (X @ [[1.0], [-2.0], [0.5]]).astype("float32")
 COSTLY_HOOKS = ("on_micro_batch", "on_accumulate", "on_apply")
 
 
-def make_trainer():
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """Give a Trainer, and the checkpoint of how it begins."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
-    return Trainer(model, optimizer="sgd", loss="mse", accumulation=2)
+    trainer = Trainer(
+        model,
+        optimizer="sgd",
+        loss="mse",
+        accumulation=2,
+        jit_compile=JIT_COMPILE,
+    )
+    path = tmp_path_factory.mktemp("begun") / "begun"
+    trainer.save(path)
+    return trainer, path
 
 
-def train(callback, *others, **options):
-    """Train with a Trainer, six updates."""
-    trainer = make_trainer()
-    train_again(trainer, callback, *others, **options)
+@pytest.fixture
+def trainer(begun):
+    """Give the Trainer as it begins, with what it has compiled before."""
+    trainer, path = begun
+    trainer.restore(path)
     return trainer
 
 
-def train_again(trainer, callback, *others, **options):
-    """Train on with what `train` returned."""
+def train(trainer, callback, *others, **options):
+    """Train with a Trainer, six updates."""
     options = {"batch_size": 2, "verbose": 0} | options
     trainer.fit(
         X, Y, validation_data=(X, Y), callbacks=[callback, *others], **options
@@ -182,7 +193,9 @@ def test_callback_costs_nothing_that_it_does_not_need(name, tmp_path):
 
 
 @each(with_trainer=True)
-def test_device_is_not_read_between_the_points(name, tmp_path, monkeypatch):
+def test_device_is_not_read_between_the_points(
+    name, trainer, tmp_path, monkeypatch
+):
     entry = SHIPPED[name]
     read, counts, section = set(), [], Report.section
 
@@ -198,18 +211,18 @@ def test_device_is_not_read_between_the_points(name, tmp_path, monkeypatch):
             counts.append(len(read))
 
     monkeypatch.setattr(Report, "section", count)
-    train(entry.make(tmp_path), Count())
+    train(trainer, entry.make(tmp_path), Count())
     assert counts == [0] * 6 or entry.reads_always
 
 
 @each(with_trainer=True)
 def test_callback_serves_a_second_training_and_can_be_closed_twice(
-    name, tmp_path
+    name, trainer, tmp_path
 ):
     callback = SHIPPED[name].make(tmp_path)
-    trainer = train(callback)
+    train(trainer, callback)
     before = files_in(tmp_path)
-    train_again(trainer, callback)
+    train(trainer, callback)
     after = files_in(tmp_path)
     assert trainer.progress.updates == 12
     # What writes files writes again.
@@ -219,7 +232,7 @@ def test_callback_serves_a_second_training_and_can_be_closed_twice(
 
 
 @each(with_trainer=True)
-def test_state_goes_through_json_into_another_training(name, tmp_path):
+def test_state_goes_through_json_into_another_training(name, trainer, tmp_path):
     callback = SHIPPED[name].make(tmp_path)
     if not callback.has_state:
         return
@@ -237,27 +250,27 @@ def test_state_goes_through_json_into_another_training(name, tmp_path):
             resumed.set_state(json.loads(states[0]))
             states.append(json.dumps(resumed.get_state()))
 
-    trainer = train(callback, Save())
+    train(trainer, callback, Save())
     resumed = SHIPPED[name].make(tmp_path)
-    train_again(trainer, resumed, Restore())
+    train(trainer, resumed, Restore())
     assert json.loads(states[0]) == json.loads(states[1])
 
 
 @each(with_trainer=True)
 @pytest.mark.parametrize("error", [RuntimeError("fire"), KeyboardInterrupt()])
-def test_callback_is_closed_on_errors(name, error, tmp_path, monkeypatch):
-    trainer, callback = make_trainer(), SHIPPED[name].make(tmp_path)
+def test_callback_is_closed_on_errors(name, error, trainer, tmp_path):
+    callback = SHIPPED[name].make(tmp_path)
     with pytest.raises(type(error)):
-        train_again(trainer, callback, Fail(error))
+        train(trainer, callback, Fail(error))
     after = files_in(tmp_path)
     # All that was to be written has been, and nothing is left open.
     callback.on_train_end({})
     assert files_in(tmp_path) == after
-    train_again(trainer, callback)
+    train(trainer, callback)
 
 
 @each(with_trainer=True)
-def test_nothing_is_written_in_a_trial(name, tmp_path, monkeypatch):
+def test_nothing_is_written_in_a_trial(name, trainer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    train(SHIPPED[name].make(tmp_path), fast_dev_run=True)
+    train(trainer, SHIPPED[name].make(tmp_path), fast_dev_run=True)
     assert files_in(tmp_path) == {}
