@@ -7,6 +7,8 @@ from accumtrainer import Accumulation, Trainer, WeightedLoss, WindowLossTrainer
 from accumtrainer.keras_api import keras, ops
 from accumtrainer.window_losses import batch_hard_triplet_loss
 
+pytestmark = pytest.mark.usefixtures("without_xla")
+
 layers = keras.layers
 SAMPLES = 12
 

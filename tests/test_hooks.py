@@ -6,6 +6,8 @@ import pytest
 from accumtrainer import Accumulation, Batch, Callback, Trainer, WeightedLoss
 from accumtrainer.keras_api import keras, ops
 
+pytestmark = pytest.mark.usefixtures("without_xla")
+
 K, M, RATE = 4, 2, 0.1
 X = np.random.default_rng(0).normal(size=(16, 3)).astype("float32")
 Y = (X @ [[1.0], [-2.0], [0.5]] + 0.3).astype("float32")
@@ -186,7 +188,9 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"run_eagerly": True}], ids=["compiled", "eager"]
+    "options",
+    [{"jit_compile": True}, {"run_eagerly": True}],
+    ids=["xla", "eager"],
 )
 @pytest.mark.parametrize(("cls", "changes"), CHANGES)
 def test_step_equals_the_plain_loop_it_stands_for(cls, changes, options):

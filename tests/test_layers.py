@@ -15,6 +15,8 @@ from accumtrainer.layers import (
     restore_plain_statistics,
 )
 
+pytestmark = pytest.mark.usefixtures("without_xla")
+
 layers = keras.layers
 
 X = np.random.default_rng(0).normal(3.0, 2.0, size=(16, 4)).astype("float32")
@@ -95,8 +97,8 @@ def test_averages_are_those_of_the_plain_layer_on_the_big_batch(sizes):
 
 @pytest.mark.parametrize(
     "options",
-    [{"run_eagerly": True}, {"jit_compile": False}],
-    ids=["eager", "not-by-xla"],
+    [{"run_eagerly": True}, {"jit_compile": True}],
+    ids=["eager", "xla"],
 )
 def test_averages_move_alike_however_windows_are_run(options):
     model = make_model()

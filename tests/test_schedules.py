@@ -12,6 +12,8 @@ from accumtrainer.keras_api import keras, ops
 X = np.linspace(-1, 1, 48, dtype="float32").reshape(24, 2)
 Y = X.sum(axis=1, keepdims=True)
 
+pytestmark = pytest.mark.usefixtures("without_xla")
+
 # Keras reads variables through NumPy's old protocol in some callbacks.
 ignore_old_protocol = pytest.mark.filterwarnings(
     "ignore:__array__ implementation doesn't accept:DeprecationWarning"

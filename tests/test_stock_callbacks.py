@@ -16,9 +16,12 @@ X = np.random.default_rng(0).normal(size=(24, 3)).astype("float32")
 Y = (X @ [[1.0], [-2.0], [0.5]]).astype("float32")
 
 # Keras's callbacks read optimizers and weights through NumPy's old protocol.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation doesn't accept:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.usefixtures("without_xla"),
+    pytest.mark.filterwarnings(
+        "ignore:__array__ implementation doesn't accept:DeprecationWarning"
+    ),
+]
 
 
 def numbers(variable):
