@@ -270,6 +270,12 @@ class Logs(dict):
     def copy(self):
         return dict(self)
 
+    def lazy_copy(self):
+        """Return a copy that fetches for itself, for another thread."""
+        copy = Logs(self._fetch)
+        super(Logs, copy).update(super().items())
+        return copy
+
     def clear(self):
         self._fetch = None
         super().clear()
@@ -371,6 +377,11 @@ class Dispatcher:
             name: [c for c in self.callbacks if is_overridden(c, name)]
             for name in HOOKS
         }
+        self._looked_at = {
+            name
+            for name, listeners in self._listeners.items()
+            if any(getattr(c, "looks_at_model", True) for c in listeners)
+        }
 
     def _introduce(self, model, trainer, params):
         if self.history is not None:
@@ -387,10 +398,7 @@ class Dispatcher:
 
     def looks(self, name):
         """Say whether a callback at this hook may look at the model."""
-        return any(
-            getattr(callback, "looks_at_model", True)
-            for callback in self._listeners[name]
-        )
+        return name in self._looked_at
 
     def call(self, name, *args):
         """Call one hook of every callback that overrides it.

@@ -446,3 +446,21 @@ class Every:
         earlier = getattr(before, self.unit)
         later = getattr(after, self.unit)
         return later // self.n > earlier // self.n
+
+    def least_updates(self, since):
+        """Say how many updates it takes at least until the next occasion.
+
+        Args:
+            since: `Progress` at a moment.
+
+        Returns:
+            int, above 0.
+
+        Example:
+            >>> from accumtrainer.progress import Progress
+            >>> Every(100, "updates").least_updates(Progress(updates=99))
+            1
+        """
+        if self.unit != "updates":
+            return 1
+        return self.n - since.updates % self.n

@@ -1,11 +1,12 @@
 """What every logger shares: when to write a point, and what is in it."""
 
 import abc
+import functools
 import time
 
 import numpy as np
 
-from accumtrainer.callback import Callback, to_number
+from accumtrainer.callback import Callback, Logs, to_number
 from accumtrainer.config import Every
 from accumtrainer.progress import Progress
 
@@ -23,11 +24,10 @@ class Logger(Callback, abc.ABC):
     """Receive points, each of them what happened since the last one.
 
     A subclass says what to do with a point; when it is due and what is in it
-    is settled here. Windows are read from the device when a point was due and
-    the next window is on its way, so that the device never waits for a logger:
-    a point comes one update later, or with the end of the epoch. A last point
-    is always written. A trial (`fast_dev_run`) writes nothing: none of the
-    methods is called.
+    is settled here. A point that was due is made when the next window is on its
+    way, so that the device never waits for a logger: it comes one update later,
+    or with the end of the epoch. A last point is always written. A trial
+    (`fast_dev_run`) writes nothing: none of the methods is called.
 
     A point of training holds the means since the last one of the losses, the
     gradient norms and what hooks logged, each update by its weight; learning
@@ -68,9 +68,10 @@ class Logger(Callback, abc.ABC):
         self._unread = []
         self._since = Progress()
         self._due = None
+        self._updates_to_wait = 0
         self._epoch = 0
         self._known = frozenset()
-        self._running = {}
+        self._running = Logs()
         self._speed = _Speed()
 
     # What a subclass fills in.
@@ -86,7 +87,9 @@ class Logger(Callback, abc.ABC):
             updates: number of updates made so far, never less than before.
             numbers: dict by name of Python numbers, of lists of them where
                 a metric has several values, and of what other callbacks put
-                in.
+                in. For a point of training it is no plain dict, but one that
+                reads from the device when somebody looks at it, here or
+                later, in whatever thread.
         """
 
     def close(self):
@@ -96,8 +99,9 @@ class Logger(Callback, abc.ABC):
 
     def on_train_begin(self, logs=None):
         self._unread, self._point = [], _Point()
-        self._running = {}
+        self._running = Logs()
         self._due = None
+        self._updates_to_wait = 0
         self._known = frozenset()
         self._since = self.trainer.progress
         self._speed = _Speed()
@@ -109,17 +113,20 @@ class Logger(Callback, abc.ABC):
         self._epoch = epoch
 
     def on_train_batch_end(self, batch, logs=None):
+        # After most updates nothing else is done: it is time that training
+        # does not get.
         if not self._is_open:
             return
-        self._write_what_was_due()
+        if self._due is not None:
+            self._write_what_was_due()
         self._unread.append(self.trainer.window_logs)
         self._running = logs
         if len(self._unread) > MOST_UNREAD:
             self._read(self._unread[: MOST_UNREAD // 2])
-        self._speed.count(self.trainer.samples_seen)
-        progress = self.trainer.progress_at_most
-        if self.every.is_due(self._since, progress):
-            self._due = progress
+        self._speed.count(self.trainer)
+        self._updates_to_wait -= 1
+        if self._updates_to_wait <= 0:
+            self._find_out_whether_due()
 
     def on_epoch_end(self, epoch, logs=None):
         if not self._is_open:
@@ -141,7 +148,7 @@ class Logger(Callback, abc.ABC):
 
     def on_validation_end(self, update, logs=None):
         if self._is_open:
-            self._known |= set(logs)
+            self._known |= set(logs) | set(self._running)
             self._write_what_was_due()
             self._write(update, logs)
 
@@ -166,7 +173,15 @@ class Logger(Callback, abc.ABC):
 
     def set_state(self, state):
         self._since = Progress.from_dict(state["since"])
+        self._updates_to_wait = 0
         self._point = _Point.of_state(state["point"])
+
+    def _find_out_whether_due(self):
+        progress = self.trainer.progress_at_most
+        if self.every.is_due(self._since, progress):
+            self._due = progress
+        else:
+            self._updates_to_wait = self.every.least_updates(progress)
 
     def _write_what_was_due(self):
         """Write the point of the last window, unless a skip has put it off."""
@@ -181,19 +196,16 @@ class Logger(Callback, abc.ABC):
 
     def _write_point(self, progress):
         """Write what has happened until some progress, if anything has."""
-        self._read(self._unread)
+        unread, self._unread = self._unread, []
+        point, self._point = self._point, _Point()
+        running, self._running = self._running.lazy_copy(), Logs()
         self._since, self._due = progress, None
-        if self._point.is_empty:
+        self._updates_to_wait = self.every.least_updates(progress)
+        if not unread and point.is_empty:
             return
-        numbers = {
-            **dict(self._running.items()),
-            **self._point.numbers(),
-            **self._speed.measure(self.trainer.samples_seen),
-        }
-        self._known |= self._running.keys()
-        self._point = _Point()
-        self._running = {}
-        self._write(progress.updates, numbers)
+        read = functools.partial(_read_point, point, unread, running)
+        known = self._speed.measure(self.trainer.samples_seen)
+        self.write(progress.updates, Logs(read, known | {"epoch": self._epoch}))
 
     def _write(self, updates, numbers):
         plain = {name: _as_plain(value) for name, value in numbers.items()}
@@ -203,6 +215,14 @@ class Logger(Callback, abc.ABC):
         for window in windows:
             self._point.add(window)
         self._unread = self._unread[len(windows) :]
+
+
+def _read_point(point, unread, running):
+    """Read a point of training, in whatever thread looks at it."""
+    for window in unread:
+        point.add(window)
+    numbers = dict(running.items()) | point.numbers()
+    return {name: _as_plain(value) for name, value in numbers.items()}
 
 
 def _as_plain(value):
@@ -231,7 +251,7 @@ class _Point:
         if is_applied and not self._has_applied:
             self._sums = {}
         self._has_applied |= is_applied
-        self._latest = {name: window[name] for name in LATEST}
+        self._latest = window
         if self._has_applied and not is_applied:
             return
         for name, value in window.items():
@@ -242,16 +262,19 @@ class _Point:
     def numbers(self):
         """Return the means and the latest numbers by name."""
         means = {
-            name: float(np.divide(total, weight)) if weight else 0.0
+            name: total / weight if weight else 0.0
             for name, (total, weight) in self._sums.items()
         }
-        return means | self._latest
+        return means | self._latest_numbers()
+
+    def _latest_numbers(self):
+        return {name: self._latest[name] for name in LATEST}
 
     def get_state(self):
         """Return what `of_state` needs, a dict ready for JSON."""
         return {
             "sums": self._sums,
-            "latest": self._latest,
+            "latest": {} if self.is_empty else self._latest_numbers(),
             "has_applied": self._has_applied,
         }
 
@@ -273,11 +296,11 @@ class _Speed:
         self._paused = 0.0
         self._pause = self._last = self._end = None
 
-    def count(self, samples):
+    def count(self, trainer):
         """Note an update; the first one compiles everything, and begins."""
         self._last = time.monotonic()
         if self._begun is None:
-            self._samples, self._begun = samples, self._last
+            self._samples, self._begun = trainer.samples_seen, self._last
 
     def stop(self):
         """Leave out what has come after the last update, or its validation."""

@@ -50,6 +50,11 @@ class Background:
             return False
         return True
 
+    @property
+    def waiting(self):
+        """How many functions wait to be run, about."""
+        return self._tasks.qsize()
+
     def hurry(self):
         """Gather no longer: run what is waiting."""
         self._is_hurried.set()

@@ -24,6 +24,9 @@ HIGHER_IS_BETTER = ("accuracy", "acc", "auc", "precision", "recall", "f1_score")
 GATHER_SECS = 1.0
 """How long points are gathered; W&B pays two to three times for one alone."""
 
+MOST_UNREAD_POINTS = 200
+"""Points that may wait with their numbers on the device."""
+
 START_SECS = 10.0
 TYPING_SECS = 60.0
 """How long a person may take to type an API key."""
@@ -58,7 +61,8 @@ class WandbLogger(Logger):
     versions; keys that the user has set stay. The summary holds the last value
     of every number, and of validation the best, as `best_val_loss` for
     example, with the update it was at; of a metric whose name does not say
-    which way is better only if `best` says so.
+    which way is better, and of numbers that callbacks write into the logs of
+    an update, only if `best` says so.
 
     If W&B cannot be reached, the run is kept on disk, ready for `wandb sync`.
     If it is slow or fails, points are left out. Either is one warning, and
@@ -80,7 +84,7 @@ class WandbLogger(Logger):
             too; gradients of a `KeepGradients` trainer.
         watch_every: `Every`, how often to send histograms; default every 100
             updates.
-        best: dict from names of validation metrics to `"min"` or `"max"`.
+        best: dict from names of metrics to `"min"` or `"max"`.
         log_checkpoints: a callback with `last_saved`, the directory it saved
             last; each is sent as an artifact.
         close_secs: seconds that W&B may take to finish when training ends.
@@ -164,9 +168,13 @@ class WandbLogger(Logger):
 
     def write(self, updates, numbers):
         self._last_updates = updates
-        row = {"updates": updates} | numbers
-        best = self._best.update(row)
-        self._send(self._wandb.log, row, best, time.time())
+        best = {}
+        if self._best.concerns(numbers):
+            best = self._best.update({"updates": updates} | numbers)
+        if self._background.waiting >= MOST_UNREAD_POINTS:
+            numbers = dict(numbers)
+        # Reading takes 0.2 ms, which the thread has and training has not.
+        self._send(self._wandb.log, updates, numbers, best, time.time())
         self._send_plan_if_changed()
         if self._last_saved() != self._uploaded:
             self._uploaded = self._last_saved()
@@ -240,7 +248,7 @@ class WandbLogger(Logger):
         )
         config = describe_training(self.trainer, self.params)
         config["every"] = str(self.every)
-        self._sent_plan = config["plan"]
+        self._sent_plan = self.trainer.plan
         self._background.do(self._begin_run, config, is_continued)
         is_typing = self._given_run is None and _is_at_a_terminal()
         self._background.wait(TYPING_SECS if is_typing else START_SECS)
@@ -302,10 +310,10 @@ class WandbLogger(Logger):
 
     def _send_plan_if_changed(self):
         """Say what has been measured since the run was started."""
-        plan = str(self.trainer.plan)
+        plan = self.trainer.plan
         if plan != self._sent_plan:
             self._sent_plan = plan
-            self._send(self._wandb.update_config, {"plan": plan})
+            self._send(self._wandb.update_config, {"plan": str(plan)})
 
     def _watch_if_due(self):
         if not self.trainer.is_due(self.watch_every, self._watched):
@@ -360,6 +368,13 @@ class _Best:
     def __init__(self, directions):
         self._directions = directions
         self.values = {}
+
+    def concerns(self, numbers):
+        """Whether to look at a point.
+
+        Those of training, which are no plain dicts, would have to be read.
+        """
+        return type(numbers) is dict or bool(self._directions)
 
     def update(self, row):
         """Look at a point; return what is new, by name in the summary."""

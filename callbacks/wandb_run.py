@@ -92,14 +92,16 @@ class WandbRun:
         """Where W&B keeps the run on this machine."""
         return self._directory()
 
-    def log(self, row, best, moment):
+    def log(self, updates, numbers, best, moment):
         """Send a point, unless it was sent before a resume.
 
         Args:
-            row: dict of numbers by name, `updates` among them.
+            updates: int.
+            numbers: dict of numbers by name.
             best: dict for the summary.
             moment: when the point was made, as `time.time()` has it.
         """
+        row = {"updates": updates} | numbers
         if self.run is None or self._was_sent(row):
             return
         self.run.log(row | {TIMESTAMP: moment})

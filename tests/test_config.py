@@ -245,6 +245,18 @@ def test_every_reads_the_clock_it_names(unit):
     every = Every(10, unit)
     assert every.is_due(Progress(), Progress(**{unit: 10}))
     assert not every.is_due(Progress(**{unit: 10}), Progress(**{unit: 19}))
+    assert every.least_updates(Progress()) == (10 if unit == "updates" else 1)
+
+
+@given(n=st.integers(1, 20), updates=st.integers(0, 100))
+def test_no_occasion_comes_before_the_least_updates(n, updates):
+    every, before = Every(n, "updates"), Progress(updates=updates)
+    least = every.least_updates(before)
+    is_due = [
+        every.is_due(before, Progress(updates=updates + more))
+        for more in range(1, least + 1)
+    ]
+    assert is_due == [False] * (least - 1) + [True]
 
 
 @given(

@@ -1,6 +1,7 @@
 """Claims about what all loggers share: when points come and what they hold."""
 
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -47,6 +48,13 @@ class Points(Logger):
     def validation(self):
         """The points of validation."""
         return [p for p in self.points if "val_loss" in p[1]]
+
+
+class LooksAtOnce(Points):
+    """Keeps what every point held when it came."""
+
+    def write(self, updates, numbers):
+        super().write(updates, dict(numbers))
 
 
 class Windows(Callback):
@@ -288,7 +296,13 @@ def test_speed_leaves_out_validation_and_the_end(monkeypatch, every):
     assert speeds == [2.0, 2.0]  # 4 samples in 2 seconds
 
 
-def test_a_point_is_read_when_the_next_window_is_on_its_way(monkeypatch):
+@pytest.mark.parametrize(
+    "logger, after_ten",
+    [(LooksAtOnce, [10, 10, 11, 11, 11, 11]), (Points, [3, 3, 4, 4, 4, 4])],
+)
+def test_a_point_is_read_when_the_next_window_is_on_its_way(
+    monkeypatch, logger, after_ten
+):
     reads, counts = [], []
     unpack = Report.section
 
@@ -305,10 +319,35 @@ def test_a_point_is_read_when_the_next_window_is_on_its_way(monkeypatch):
         def on_train_batch_end(self, batch, logs=None):
             counts.append(len(set(map(id, reads))))
 
-    fit(Points(Every(10, "updates")), Count(), epochs=4, x=X[:16], y=Y[:16])
-    # Four updates an epoch, whose last is read when the epoch ends.
+    fit(logger(Every(10, "updates")), Count(), epochs=4, x=X[:16], y=Y[:16])
+    # Four updates an epoch, whose last is read when the epoch ends; of a point
+    # that nobody looks at, only the window it was due with.
     assert counts[:10] == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
-    assert counts[10:] == [10, 10, 11, 11, 11, 11]
+    assert counts[10:] == after_ten
+
+
+def test_a_point_holds_the_same_whoever_looks_at_it_and_when():
+    class Writes(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            logs["mine"] = keras.ops.convert_to_tensor([batch, 2 * batch])
+
+    late, at_once = (
+        Points(Every(4, "updates")),
+        LooksAtOnce(Every(4, "updates")),
+    )
+    fit(late, Writes(), at_once, epochs=2, validation_data=(X, Y))
+    read = []
+    thread = threading.Thread(
+        target=lambda: read.extend((u, dict(n)) for u, n in late.points)
+    )
+    thread.start()
+    thread.join()
+    assert [u for u, _ in read] == [4, 6, 8, 12, 12]
+    assert read[0][1]["mine"] == [3, 6]
+    for (_, one), (_, other) in zip(read, at_once.points, strict=True):
+        one.pop("samples_per_second", None)
+        other.pop("samples_per_second", None)
+        assert one == other
 
 
 def test_windows_do_not_stay_on_the_device_without_end():

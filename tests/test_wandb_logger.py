@@ -12,6 +12,7 @@ import pytest
 from wandb_file import written_runs
 
 from accumtrainer import Accumulation, Callback, Every, Trainer
+from accumtrainer.callback import Logs
 from accumtrainer.callbacks import Checkpoint, KeepGradients, WandbLogger
 from accumtrainer.callbacks.background import Background
 from accumtrainer.keras_api import BACKEND, keras
@@ -375,7 +376,7 @@ def test_points_that_come_too_fast_are_left_out_with_one_warning(trainer):
     assert 2 <= len(rows) < 6
 
 
-# --- Points are gathered ---
+# --- Points are gathered, and read in the thread ---
 
 
 class Pause(Callback):
@@ -404,6 +405,39 @@ def test_points_wait_for_others_until_somebody_asks_for_them():
     assert said == ["a", "b", "c"]
     assert background.finish(600, said.append, "d")
     assert said == ["a", "b", "c", "d"]
+
+
+def test_points_that_wait_too_long_are_read_where_they_are_made(
+    trainer, monkeypatch
+):
+    module = sys.modules[WandbLogger.__module__]
+    monkeypatch.setattr(module, "GATHER_SECS", 3600.0)
+    monkeypatch.setattr(module, "MOST_UNREAD_POINTS", 3)
+    handed_over = []
+    send = WandbLogger._send
+
+    def keep(self, function, updates, numbers, *others):
+        handed_over.append(type(numbers))
+        return send(self, function, updates, numbers, *others)
+
+    logger = WandbLogger(run=Run(), every=Every(1, "updates"))
+    with monkeypatch.context() as patch:
+        patch.setattr(WandbLogger, "_send", keep)
+        fit(trainer, logger)
+    # The first three are in the thread's hands, or wait for it.
+    assert handed_over[:3] == [Logs] * 3
+    assert handed_over[4:] == [dict] * 2
+
+
+def test_best_of_training_is_found_where_it_is_asked_for(trainer):
+    rows, run = [], Run()
+    run.log = rows.append
+    logger = WandbLogger(
+        run=run, every=Every(1, "updates"), best={"mae": "min"}
+    )
+    fit(trainer, logger)
+    assert len(rows) == 6
+    assert run.summary["best_mae"] == min(row["mae"] for row in rows)
 
 
 def test_checkpoint_leaves_no_point_waiting(tmp_path, monkeypatch):
