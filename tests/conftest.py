@@ -32,6 +32,7 @@ from importlib import metadata
 import hypothesis
 import numpy as np
 import pytest
+import tracing
 
 BACKEND = os.environ["KERAS_BACKEND"]
 KERAS_NAME = os.environ.get("ACCUMTRAINER_KERAS", "keras")
@@ -93,6 +94,7 @@ def set_up_tensorflow():
     tf.config.optimizer.set_experimental_options(
         {"disable_meta_optimizer": True}
     )
+    tracing.leave_out_stacks()
 
 
 if BACKEND == "jax":

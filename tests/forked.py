@@ -22,6 +22,7 @@ from pathlib import Path
 from unittest import mock
 
 import environments
+import tracing
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["keras"])
@@ -120,6 +121,8 @@ def _run(arguments, env, folder, outputs):
     os.environ.update(env)
     if env["KERAS_BACKEND"] == "jax":
         _configure_jax(env)
+    else:
+        tracing.leave_out_stacks()
     while arguments[0] == "-W":
         _, text, *arguments = arguments
         _filter_warnings(text)
