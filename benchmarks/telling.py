@@ -219,6 +219,7 @@ def draw():
         axes.bar_label(bars, labels, padding=2, fontsize=7)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xscale("log")
+    axes.margins(x=0.1, y=0.01)  # room for the labels
     axes.set_yticks(places, list(recorded))
     axes.invert_yaxis()
     axes.set_xlabel(
