@@ -79,9 +79,14 @@ def finish(processes, timeout_secs=None):
     return [process.returncode for process in processes], outputs
 
 
+def in_full(outputs):
+    """Join what processes said, since pytest shortens lists."""
+    return "\n".join(outputs)
+
+
 def run(count, *arguments):
     codes, outputs = finish(start(count, *arguments))
-    assert not any(codes), outputs
+    assert not any(codes), in_full(outputs)
     return outputs
 
 
@@ -132,7 +137,7 @@ def test_signal_to_one_stops_all(tmp_path):
     wait_for(lambda: any(folder.glob("*")), processes)
     processes[1].send_signal(signal.SIGTERM)
     codes, outputs = finish(processes)
-    assert codes == [143, 143], outputs
+    assert codes == [143, 143], in_full(outputs)
     assert any(folder.glob("*"))
 
 
@@ -164,7 +169,7 @@ def shares(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shares")
     processes = start_script(SHARES, shares_run.PROCESSES, str(folder))
     codes, outputs = finish(processes, HANGING_SECS)
-    assert not any(codes), outputs
+    assert not any(codes), in_full(outputs)
     return folder
 
 

@@ -4,14 +4,19 @@ Variables have a copy on every replica. Of the rows of a window that its process
 has, every replica takes its share by itself.
 """
 
+import atexit
 import contextlib
 import functools
+import time
 
 import numpy as np
 import tensorflow as tf
 
 from accumtrainer.batches import map_leaves
 from accumtrainer.keras_api import keras, tree
+
+LINGER_SECS = 1.0
+"""How long a process stays when its program has ended."""
 
 
 class TensorFlowReplicas:
@@ -37,6 +42,7 @@ class TensorFlowReplicas:
         if self.processes > 1:
             resolver = strategy.cluster_resolver
             self._index = members.index((resolver.task_type, resolver.task_id))
+            _linger_at_exit()
         self.is_chief = self._index == 0
         self._reading, self.moving = [], []
 
@@ -195,6 +201,16 @@ class TensorFlowReplicas:
         return keras.StatelessScope(
             [*self._reading, *moved], collect_losses=True
         )
+
+
+@functools.cache
+def _linger_at_exit():
+    """Have this process wait before it leaves.
+
+    Its last answer to another one may be on its way, and would be lost: the
+    other one, amid what both computed last, would fail with "Socket closed".
+    """
+    atexit.register(time.sleep, LINGER_SECS)
 
 
 def _members(strategy):
