@@ -5,11 +5,11 @@ import time
 
 from accumtrainer import errors
 from accumtrainer.batches import Batch, map_leaves
-from accumtrainer.callback import Logs
 from accumtrainer.equivalence import EquivalenceCheck
 from accumtrainer.evaluator import Evaluator
 from accumtrainer.inspection import Replay
 from accumtrainer.keras_api import BACKEND, keras
+from accumtrainer.logs import Logs
 from accumtrainer.memory import make_memory_plan
 from accumtrainer.objective import metric_variables
 from accumtrainer.progress import Progress

@@ -3,9 +3,9 @@
 import numpy as np
 
 from accumtrainer.batches import Batch
-from accumtrainer.callback import Logs
 from accumtrainer.evaluation import EvaluationProgram
 from accumtrainer.keras_api import tree
+from accumtrainer.logs import Logs
 from accumtrainer.process_sources import items_of_all
 from accumtrainer.steps import EvaluationStep, should_compile_evaluation
 

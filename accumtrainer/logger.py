@@ -6,8 +6,9 @@ import time
 
 import numpy as np
 
-from accumtrainer.callback import Callback, Logs, to_number
+from accumtrainer.callback import Callback
 from accumtrainer.config import Every
+from accumtrainer.logs import Logs, to_number
 from accumtrainer.progress import Progress
 
 LATEST = ("learning_rate", "loss_scale", "updates", "skipped_updates")

@@ -6,12 +6,12 @@ import math
 import time
 
 from accumtrainer.batches import window_of_batches
-from accumtrainer.callback import Logs
 from accumtrainer.callback_state import CallbackStates, announce_states
 from accumtrainer.config import updates_per_epoch
 from accumtrainer.fit_options import check_steps
 from accumtrainer.input_checks import InputChecks
 from accumtrainer.layers import plain_batch_normalizations
+from accumtrainer.logs import Logs
 from accumtrainer.position import Position, windows
 from accumtrainer.process_sources import check_processes
 from accumtrainer.progress import Progress

@@ -8,8 +8,9 @@ import pickle
 import numpy as np
 import pytest
 
-from accumtrainer.callback import HOOKS, Callback, Dispatcher, Logs
+from accumtrainer.callback import HOOKS, Callback, Dispatcher
 from accumtrainer.keras_api import keras, ops
+from accumtrainer.logs import Logs
 
 # TensorFlow's variables do not know the newest protocol of NumPy, which says
 # so when a stock callback saves or reads one.
@@ -585,3 +586,14 @@ def test_backup_survives_an_error_and_goes_after_success(tmp_path):
     assert any((tmp_path / "backup").iterdir())
     run_epochs(make_dispatcher(backup), [1.0])
     assert not (tmp_path / "backup").exists()
+
+
+def test_lazy_copy_of_logs_fetches_for_itself():
+    fetched = []
+    logs = Logs(lambda: fetched.append(1) or {"loss": 0.5})
+    logs["mine"] = 3
+    copy = logs.lazy_copy()
+    assert not fetched
+    assert dict(copy) == {"loss": 0.5, "mine": 3} and len(fetched) == 1
+    copy["more"] = 4
+    assert dict(logs) == {"loss": 0.5, "mine": 3} and len(fetched) == 2

@@ -6,8 +6,9 @@ import re
 import pytest
 from rich.console import Console
 
-from accumtrainer.callback import Dispatcher, Logs
+from accumtrainer.callback import Dispatcher
 from accumtrainer.keras_api import keras
+from accumtrainer.logs import Logs
 from accumtrainer.progress_bar import ProgressBar, format_duration
 
 BAR = "━"

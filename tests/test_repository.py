@@ -43,6 +43,7 @@ MODULE_ORDER = (
     "loss_scale",
     "clipping",
     "hooks",
+    "logs",
     "callback",
     "logger",
     "progress_bar",

@@ -12,10 +12,10 @@ import pytest
 from wandb_file import written_runs
 
 from accumtrainer import Accumulation, Callback, Every, Trainer
-from accumtrainer.callback import Logs
 from accumtrainer.callbacks import Checkpoint, KeepGradients, WandbLogger
 from accumtrainer.callbacks.background import Background
 from accumtrainer.keras_api import BACKEND, keras
+from accumtrainer.logs import Logs
 
 pytestmark = pytest.mark.usefixtures("without_xla")
 
