@@ -63,7 +63,7 @@ def tell(timings):
                 spread(secs * 1000, "{:.2f}"),
                 spread(advantage(timings, name), "{:.2f}x"),
                 spread(timing.first_updates, "{:.1f} s"),
-                _or_blank(timing.compilations, "{}"),
+                _or_blank(timing.compilations, "{:.0f}"),
                 _or_blank(timing.peak_bytes, "{:,.0f} MiB", 2**20),
             )
         )
