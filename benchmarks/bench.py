@@ -11,6 +11,7 @@ taken round by round.
     python benchmarks/bench.py --precision mixed_bfloat16
     python benchmarks/bench.py --peers .venv-peers/bin/python
     KERAS_BACKEND=jax python benchmarks/bench.py --memory --write
+    python benchmarks/bench.py --cells gpt --micro-batches 4 128 --only-memory
 
 `--memory` runs every contender once more, in a process of its own, and
 measures what an update takes at its peak beyond the model.
@@ -22,12 +23,13 @@ import sys
 
 import keras
 from cells import CELLS
-from contenders import CONTENDERS
-from measuring import measure, measure_peak, peak_of_one, start_backend
+from contenders import CONTENDERS, PEERS
+from measuring import measure, start_backend
+from peaks import measure_peak, peak_of_one, peak_of_peer
+from results import RESULTS, add_peaks, read_cell, write_cell
 from telling import (
     OURS,
     REFERENCE,
-    RESULTS,
     compare_first_updates,
     compare_with_recorded,
     compare_with_targets,
@@ -37,12 +39,11 @@ from telling import (
     record,
     summarize,
     tell,
-    write_results,
 )
 
 QUICK_CELLS = ("mlp", "conv", "gpt")
 QUICK_CONTENDERS = (OURS, REFERENCE)
-ALL_CELLS = [name for name in CELLS if name not in ("tiny", "deep")]
+ALL_CELLS = [name for name in CELLS if name != "deep"]
 
 
 def read_arguments():
@@ -72,7 +73,11 @@ def read_arguments():
         "--k1", action="store_true", help="also updates of one micro-batch"
     )
     parser.add_argument(
-        "--only-k1", action="store_true", help="no others than those"
+        "--micro-batches",
+        type=int,
+        nargs="+",
+        metavar="COUNT",
+        help="of an update, in place of each cell's own",
     )
     parser.add_argument("--precision", default="float32", metavar="POLICY")
     parser.add_argument(
@@ -82,6 +87,11 @@ def read_arguments():
     )
     parser.add_argument(
         "--memory", action="store_true", help="measure peak memory too"
+    )
+    parser.add_argument(
+        "--only-memory",
+        action="store_true",
+        help="measure nothing else; with --write, beside times written before",
     )
     parser.add_argument(
         "--quick",
@@ -102,26 +112,66 @@ def read_arguments():
 
 
 def make_cells(arguments):
-    """Yield the cells asked for, pairs of name and `Cell`."""
+    """Yield the cells asked for, pairs of name and `Cell`, each once."""
     yielded = set()
     for name in arguments.cells:
         cell = CELLS[name]()
-        single = cell.without_accumulation()
-        if not arguments.only_k1:
-            yield name, cell
-        if (arguments.k1 or arguments.only_k1) and single.key not in yielded:
-            yielded.add(single.key)
-            yield name, single
+        counts = arguments.micro_batches or [cell.micro_batches]
+        for count in [*counts, 1] if arguments.k1 else counts:
+            variant = cell.with_micro_batches(count)
+            if variant.key not in yielded:
+                yielded.add(variant.key)
+                yield name, variant
 
 
-def add_peaks(timings, arguments, name, cell):
-    """Measure the peak memory of those contenders that run here."""
-    command = [__file__, "--precision", arguments.precision]
-    if cell.micro_batches == 1:
-        command.append("--only-k1")
-    for contender, timing in timings.items():
-        if contender in CONTENDERS:
-            timing.peak_bytes = measure_peak(command, name, contender)
+def measure_times(cell, arguments):
+    """Time the contenders, and compare.
+
+    Returns:
+        Pair of a list of lines to print, and our ratios.
+    """
+    timings = measure(
+        cell,
+        arguments.contenders,
+        rounds=arguments.rounds,
+        round_secs=arguments.round_secs,
+        starts=arguments.starts,
+        python=arguments.peers,
+    )
+    ratios = summarize(timings)
+    lines = [
+        *(describe_cell(cell, arguments.rounds), "", describe_machine(), ""),
+        *tell(timings),
+    ]
+    for line in [
+        *compare_with_targets(key_of(cell), ratios),
+        *compare_first_updates(timings),
+    ]:
+        lines += ["", line]
+    return lines, ratios
+
+
+def measure_peaks(name, cell, arguments):
+    """Measure the contenders' memory, dict from labels to bytes."""
+    peaks = {}
+    for contender in arguments.contenders:
+        peaks |= measure_peak(
+            [
+                *(__file__, "--cells", name, "--contenders", contender),
+                *("--micro-batches", str(cell.micro_batches)),
+                *("--precision", arguments.precision, "--peak-of-one"),
+            ]
+        )
+    if arguments.peers:
+        for contender in PEERS:
+            peaks |= peak_of_peer(cell, contender, arguments.peers)
+    return peaks
+
+
+def key_of(cell):
+    """Return how the cell is called in this precision."""
+    policy = keras.config.dtype_policy().name
+    return cell.key + f" {policy}" * (policy != "float32")
 
 
 def main():
@@ -135,32 +185,18 @@ def main():
     fallen = []
     start_backend()
     for name, cell in make_cells(arguments):
-        lines = [describe_cell(cell, arguments.rounds), "", describe_machine()]
-        timings = measure(
-            cell,
-            arguments.contenders,
-            rounds=arguments.rounds,
-            round_secs=arguments.round_secs,
-            starts=arguments.starts,
-            python=arguments.peers,
-        )
-        if arguments.memory:
-            add_peaks(timings, arguments, name, cell)
-        lines += ["", *tell(timings)]
-        ratios = summarize(timings)
-        key = cell.key
-        if arguments.precision != "float32":
-            key += f" {arguments.precision}"
-        for line in [
-            *compare_with_targets(key, ratios),
-            *compare_first_updates(timings),
-        ]:
-            lines += ["", line]
+        if arguments.only_memory:
+            lines = read_cell(describe_cell(cell, arguments.rounds))
+        else:
+            lines, ratios = measure_times(cell, arguments)
+            fallen += compare_with_recorded(key_of(cell), ratios)
+        if arguments.memory or arguments.only_memory:
+            lines = add_peaks(lines, measure_peaks(name, cell, arguments))
         print(*lines, "", sep="\n", flush=True)
-        fallen += compare_with_recorded(key, ratios)
         if arguments.write:
-            write_results(lines)
-            record({key: ratios})
+            write_cell(lines)
+        if arguments.write and not arguments.only_memory:
+            record({key_of(cell): ratios})
             draw()
     if fallen and not arguments.write:
         print("More than a tenth below what was recorded:", *fallen, sep="\n")

@@ -308,7 +308,7 @@ def text():
 
 @cell
 def tiny():
-    """Make a model of one weight, to see what the loops around it cost."""
+    """Make a model of ten weights, to see what the loops around it cost."""
 
     def make_model():
         return keras.Sequential(
@@ -320,8 +320,8 @@ def tiny():
         title="one layer of ten weights",
         make_model=make_model,
         micro_batch_size=1,
-        micro_batches=2,
-        **random_data([1], classes=10, samples=400 * 2),
+        micro_batches=8,
+        **random_data([1], classes=10, samples=8_000 * 8),
     )
 
 

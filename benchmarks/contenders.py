@@ -59,6 +59,12 @@ class Runner:
     describe: Callable[[], str] = str
     close: Callable[[], None] = lambda: None
 
+    @property
+    def label(self):
+        """Who it is and how it is compiled, a str."""
+        detail = self.describe()
+        return self.name + f" ({detail})" * bool(detail)
+
 
 def make_loss():
     """Make the loss of every cell."""
@@ -315,15 +321,7 @@ def start_peer(name, cell, model, python):
         model: Keras model of the cell, to compare the number of parameters.
         python: path of that environment's interpreter.
     """
-    command = [
-        *(python, str(Path(__file__).with_name("peers.py"))),
-        *(PEER_ARGUMENTS.get(name, name), cell.name),
-        *("--micro-batch-size", str(cell.micro_batch_size)),
-        *("--micro-batches", str(cell.micro_batches)),
-        *("--most-updates", str(cell.most_updates)),
-    ]
-    if keras.config.dtype_policy().name == "mixed_bfloat16":
-        command.append("--bfloat16")
+    command = command_of_peer(name, cell, python)
     peers = [Peer(command, threads) for threads in (None, 1)]
     ours = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
     if peers[0].parameters != ours:
@@ -342,15 +340,30 @@ def start_peer(name, cell, model, python):
     )
 
 
+def command_of_peer(name, cell, python):
+    """Return what starts a contender in an environment of its own."""
+    command = [
+        *(python, str(Path(__file__).with_name("peers.py"))),
+        *(PEER_ARGUMENTS.get(name, name), cell.name),
+        *("--micro-batch-size", str(cell.micro_batch_size)),
+        *("--micro-batches", str(cell.micro_batches)),
+        *("--most-updates", str(cell.most_updates)),
+    ]
+    if keras.config.dtype_policy().name == "mixed_bfloat16":
+        command.append("--bfloat16")
+    return command
+
+
 class Peer:
     """A process that trains when it is told to, see `peers.py`.
 
     Args:
         command: list of str.
         threads: int, `None` for its default.
+        environment: dict, what else its environment has.
     """
 
-    def __init__(self, command, threads):
+    def __init__(self, command, threads=None, environment=None):
         self.threads = threads
         limit = {"OMP_NUM_THREADS": str(threads)} if threads else {}
         self._process = subprocess.Popen(
@@ -358,8 +371,9 @@ class Peer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | limit,
+            env=os.environ | limit | (environment or {}),
         )
+        self.id = self._process.pid
         self.parameters = self._read()["parameters"]
 
     def fit(self, updates):

@@ -1,20 +1,13 @@
-"""How contenders are measured: in turn; memory in a process for each."""
+"""How contenders are timed: in turn, in one process."""
 
-import ctypes
 import dataclasses
-import json
 import math
-import re
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import keras
 import numpy as np
 from contenders import BACKEND, CONTENDERS, PEERS, Runner, start_peer
 
-STATUS = Path("/proc/self/status")
 STARTED_AGAIN = (
     "trainer",
     "keras_accumulating",
@@ -36,8 +29,6 @@ class Timing:
             nobody counts.
         updates: updates in a round.
         rounds: list of seconds per update, one per round.
-        peak_bytes: memory of an update beyond the model, `None` if not
-            measured.
     """
 
     runner: Runner
@@ -46,7 +37,6 @@ class Timing:
     compilations: int | None = None
     updates: int = 1
     rounds: list[float] = dataclasses.field(default_factory=list)
-    peak_bytes: int | None = None
 
 
 class Compilations:
@@ -177,55 +167,3 @@ def start_backend():
     model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
     model.compile("adam", "mse")
     model.fit(np.zeros([2, 1]), np.zeros([2, 1]), verbose=0)
-
-
-def measure_peak(command, cell_name, contender):
-    """Measure a contender's memory in a process of its own.
-
-    Args:
-        command: list of str, what runs `bench.py` with the same options.
-        cell_name: str.
-        contender: str.
-
-    Returns:
-        int, bytes; `None` where the system does not tell, or it failed.
-    """
-    finished = subprocess.run(
-        [
-            *(sys.executable, *command, "--cells", cell_name),
-            *("--contenders", contender, "--peak-of-one"),
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    return json.loads(finished.stdout.splitlines()[-1] or "null")
-
-
-def peak_of_one(cell, contender):
-    """Measure the peak of an update in this process beyond the model.
-
-    What the first updates leave behind, compilers above all, is given back to
-    the system as far as it can be; then the peak of two more is taken. The
-    optimizer's variables are counted in, and gradients where they are kept.
-
-    Returns:
-        int, bytes; `None` where the system does not tell.
-    """
-    if not STATUS.exists():
-        return None
-    start_backend()
-    model = cell.make_model()
-    before = read_status("VmRSS")
-    runner = CONTENDERS[contender](cell, model)
-    for _ in range(2):
-        runner.fit(2)
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    runner.fit(2)
-    return max(0, read_status("VmHWM") - before)
-
-
-def read_status(name):
-    """Read one of this process's sizes from the system, in bytes."""
-    found = re.search(rf"^{name}:\s+(\d+) kB$", STATUS.read_text(), re.M)
-    return 1024 * int(found[1])

@@ -23,7 +23,7 @@ from pathlib import Path
 import jax
 from cells import CELLS
 from contenders import make_loss
-from measuring import read_status
+from peaks import read_status
 
 from accumtrainer import Accumulation, Trainer
 

@@ -61,13 +61,14 @@ def test_every_contender_trains_and_is_compared():
 
 def test_memory_is_measured_in_a_process_of_its_own():
     printed = bench(
-        *("--cells", "tiny", "--contenders", "trainer", "--only-k1"),
-        "--memory",
+        *("--cells", "tiny", "--contenders", "trainer"),
+        *("--micro-batches", "1", "--memory"),
     )
     rows = rows_of(printed)
     place = rows[""].index("peak memory")
     (trainer,) = (v for k, v in rows.items() if k.startswith("Trainer"))
     assert re.fullmatch(r"[\d,]+ MiB", trainer[place])
+    assert trainer[0].endswith(")") and printed.count("Peak memory ") == 1
     assert "1 micro-batches of 1" in printed
 
 
@@ -116,18 +117,69 @@ def test_picture_shows_what_was_recorded(telling, monkeypatch, tmp_path):
     assert telling.draw().stat().st_size > 1000
 
 
-def test_cells_that_were_not_run_stay_in_the_results(telling, monkeypatch):
-    results = telling.RECORDED.with_name("RESULTS.md")
-    monkeypatch.setattr(telling, "RESULTS", results)
+@pytest.fixture
+def results(monkeypatch, tmp_path):
+    import results
+
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "RESULTS.md")
+    return results
+
+
+def test_cells_that_were_not_run_stay_in_the_results(results):
     for line in ("### a; 8 micro-batches of 4; 5 rounds", "### b; 1; 5 rounds"):
-        telling.write_results([line, "", "first"])
-    telling.write_results(
-        ["### a; 8 micro-batches of 4; 9 rounds", "", "again"]
-    )
-    written = results.read_text()
+        results.write_cell([line, "", "first"])
+    results.write_cell(["### a; 8 micro-batches of 4; 9 rounds", "", "again"])
+    written = results.RESULTS.read_text()
     assert written.count("### ") == 2 and written.count("first") == 1
     assert written.index("again") < written.index("### b")
     assert written.count(f"## {BACKEND}\n") == 1
+
+
+def test_other_backends_stay_in_the_results(results):
+    before = "# Benchmarks\n\n## another\n\n### a; 1; 5 rounds\n\nthere\n\n"
+    results.RESULTS.write_text(before + "## last\n\n")
+    for remark in ("first", "again"):
+        results.write_cell(["### a; 1; 5 rounds", "", remark])
+    written = results.RESULTS.read_text()
+    assert written.startswith(before)
+    assert written.count("## last\n") == 1
+    assert written.count("again") == 1 and "first" not in written
+
+
+TIMES = [
+    *("### a; 1; 5 rounds", "", "2026-11-24; versions", ""),
+    "|                | ms per update |",
+    "| -------------- | ------------: |",
+    "| Keras fit      |          3.00 |",
+    "| Keras fit (XLA) |         2.00 |",
+    *("", "Keras 2.00x, target 1x"),
+]
+
+
+def test_peak_memory_is_written_beside_times(results):
+    results.write_cell(TIMES)
+    lines = results.read_cell("### a; 1; 9 rounds")
+    assert lines == TIMES
+    results.write_cell(results.add_peaks(lines, {"Keras fit": 2**20}))
+    peaks = {"Keras fit": 3 * 2**20, "Keras fit (XLA)": 2**31}
+    results.write_cell(
+        results.add_peaks(results.read_cell("### a; 1; 9 rounds"), peaks)
+    )
+    written = results.RESULTS.read_text()
+    assert {k: v for k, v in rows_of(written).items() if "--" not in k} == {
+        "": ["ms per update", "peak memory"],
+        "Keras fit": ["3.00", "3 MiB"],
+        "Keras fit (XLA)": ["2.00", "2,048 MiB"],
+    }
+    assert written.count("Keras 2.00x, target 1x\n") == 1
+    assert written.count("Peak memory measured: ") == 1
+
+
+def test_peak_memory_is_written_without_times(results):
+    lines = results.read_cell("### a; 1; 9 rounds")
+    assert lines == ["### a; 1; no times"]
+    printed = "\n".join(results.add_peaks(lines, {"Keras fit": 2**20}))
+    assert rows_of(printed)["Keras fit"] == ["1 MiB"]
 
 
 @pytest.mark.parametrize("is_fused", [True, False])
