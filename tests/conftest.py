@@ -190,3 +190,26 @@ def without_xla(monkeypatch):
             return choose_plan(*arguments, jit_compile=jit_compile, **options)
 
         monkeypatch.setattr(engine, "choose_plan", choose)
+
+
+@pytest.fixture
+def use_plan(monkeypatch):
+    """Give a function that has every Trainer run its windows by one plan."""
+    from quickest import JIT_COMPILE
+
+    from accumtrainer import engine
+    from accumtrainer.steps import Plan
+
+    def use(name, *, jit_compile=JIT_COMPILE):
+        plan = Plan(name=name, jit_compile=jit_compile)
+        monkeypatch.setattr(engine, "choose_plan", lambda *_, **__: plan)
+
+    return use
+
+
+@pytest.fixture
+def away_from_wandb(monkeypatch, tmp_path):
+    """Keep W&B from what is configured on this machine, and from its files."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)

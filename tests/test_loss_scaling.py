@@ -7,10 +7,8 @@ from hypothesis import strategies as st
 from quickest import JIT_COMPILE
 
 from accumtrainer import Callback, LossScale, NonFiniteError, Trainer
-from accumtrainer import engine as engine_module
 from accumtrainer.keras_api import keras, ops
 from accumtrainer.loss_scale import next_scale
-from accumtrainer.steps import Plan
 
 K = 4
 
@@ -80,12 +78,6 @@ def assert_moved_alike(one, other):
         size = np.abs(move).max()
         assert size > 0
         np.testing.assert_allclose(move, other_move, atol=1e-2 * size)
-
-
-def use_plan(monkeypatch, name, *, jit_compile=JIT_COMPILE):
-    """Make every Trainer run its windows by one plan."""
-    plan = Plan(name=name, jit_compile=jit_compile)
-    monkeypatch.setattr(engine_module, "choose_plan", lambda *a, **k: plan)
 
 
 def poisoned(rows, value=np.nan):
@@ -273,9 +265,9 @@ class Everything(Trainer):
 @pytest.mark.parametrize("jit_compile", [False, True], ids=["plain", "xla"])
 @pytest.mark.parametrize(("value", "position"), [(np.nan, 0), (np.inf, 5)])
 def test_window_with_a_bad_micro_batch_leaves_everything_unchanged(
-    monkeypatch, plan, jit_compile, value, position
+    use_plan, plan, jit_compile, value, position
 ):
-    use_plan(monkeypatch, plan, jit_compile=jit_compile)
+    use_plan(plan, jit_compile=jit_compile)
     model = make_model("float32", normalize=True)
     trainer, applied = make_trainer(
         model,
@@ -309,8 +301,8 @@ def test_window_with_a_bad_micro_batch_leaves_everything_unchanged(
 
 
 @pytest.mark.parametrize("plan", ["fused", "streamed"])
-def test_metrics_forget_a_bad_window(monkeypatch, plan):
-    use_plan(monkeypatch, plan)
+def test_metrics_forget_a_bad_window(use_plan, plan):
+    use_plan(plan)
     good, _ = make_trainer(make_model("float32"), metrics=["mae"])
     bad, _ = make_trainer(make_model("float32"), metrics=["mae"])
     expected = fit(good, X[:16], Y[:16]).history
@@ -324,8 +316,8 @@ def test_metrics_forget_a_bad_window(monkeypatch, plan):
 
 
 @pytest.mark.parametrize("plan", ["fused", "streamed"])
-def test_training_goes_on_as_if_a_bad_window_had_not_been(monkeypatch, plan):
-    use_plan(monkeypatch, plan)
+def test_training_goes_on_as_if_a_bad_window_had_not_been(use_plan, plan):
+    use_plan(plan)
     good, _ = make_trainer(make_model("float32", normalize=True))
     bad, _ = make_trainer(make_model("float32", normalize=True))
     fit(good, X[:16], Y[:16])

@@ -7,12 +7,10 @@ import types
 import forked
 import numpy as np
 import pytest
-from quickest import JIT_COMPILE
 
 from accumtrainer import Accumulation, Callback, Trainer
-from accumtrainer import engine as engine_module
 from accumtrainer.keras_api import BACKEND, keras, ops
-from accumtrainer.steps import Plan, choose_plan
+from accumtrainer.steps import choose_plan
 
 X = np.random.default_rng(0).normal(size=(22, 6)).astype("float32")
 Y = np.random.default_rng(1).integers(0, 3, size=22)
@@ -32,12 +30,6 @@ class Applied(Callback):
 def numbers(variable):
     """Copy a variable's values to the host."""
     return np.asarray(ops.convert_to_tensor(variable)).copy()
-
-
-def use_plan(monkeypatch, name, *, jit_compile=JIT_COMPILE):
-    """Make every Trainer run its windows by one plan."""
-    plan = Plan(name=name, jit_compile=jit_compile)
-    monkeypatch.setattr(engine_module, "choose_plan", lambda *a, **k: plan)
 
 
 def dense():
@@ -176,11 +168,11 @@ def train(make_model, cls=Trainer, **options):
     ],
 )
 def test_fused_and_streamed_give_the_same_numbers(
-    monkeypatch, make_model, options
+    use_plan, make_model, options
 ):
     made = {}
     for name in ("fused", "streamed"):
-        use_plan(monkeypatch, name)
+        use_plan(name)
         made[name] = train(make_model, **options)
     (state, logs, history), (other_state, other_logs, other_history) = (
         made.values()
@@ -199,10 +191,10 @@ def test_fused_and_streamed_give_the_same_numbers(
 
 
 @pytest.mark.parametrize("plan", ["fused", "streamed"])
-def test_xla_changes_nothing_but_rounding(monkeypatch, plan):
+def test_xla_changes_nothing_but_rounding(use_plan, plan):
     made = {}
     for jit_compile in (False, True):
-        use_plan(monkeypatch, plan, jit_compile=jit_compile)
+        use_plan(plan, jit_compile=jit_compile)
         made[jit_compile], _, _ = train(normalized)
     for one, other in zip(*made.values(), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
@@ -251,8 +243,8 @@ def test_xla_applies_a_large_gradient_or_puts_all_back(is_finite):
 
 
 @pytest.mark.parametrize("plan", ["fused", "streamed"])
-def test_equal_windows_are_traced_once(monkeypatch, plan):
-    use_plan(monkeypatch, plan)
+def test_equal_windows_are_traced_once(use_plan, plan):
+    use_plan(plan)
     traced = []
 
     class Traced(Trainer):
@@ -273,8 +265,8 @@ def test_equal_windows_are_traced_once(monkeypatch, plan):
     assert traced == made
 
 
-def test_windows_of_many_sizes_are_traced_no_more_than_needed(monkeypatch):
-    use_plan(monkeypatch, "streamed")
+def test_windows_of_many_sizes_are_traced_no_more_than_needed(use_plan):
+    use_plan("streamed")
     traced = []
 
     class Traced(Trainer):

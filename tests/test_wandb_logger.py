@@ -1,78 +1,36 @@
-"""Claims about WandbLogger, with the real W&B: offline, or out of reach."""
+"""Claims about the runs of WandbLogger, with the real W&B, offline."""
 
 import json
 import subprocess
 import sys
-import threading
-import time
-import warnings
 
 import numpy as np
 import pytest
 from wandb_file import written_runs
+from wandb_runs import (
+    QUIET,
+    Run,
+    X,
+    Y,
+    fit,
+    make_logger,
+    make_trainer,
+    positions,
+)
 
-from accumtrainer import Accumulation, Callback, Every, Trainer
+from accumtrainer import Accumulation, Callback, Every
 from accumtrainer.callbacks import Checkpoint, KeepGradients, WandbLogger
-from accumtrainer.callbacks.background import Background
 from accumtrainer.keras_api import BACKEND, keras
-from accumtrainer.logs import Logs
 
-pytestmark = pytest.mark.usefixtures("without_xla")
+pytestmark = pytest.mark.usefixtures("without_xla", "away_from_wandb")
 
 wandb = pytest.importorskip("wandb", reason="W&B is not installed")
-
-X = np.random.default_rng(0).normal(size=(24, 3)).astype("float32")
-Y = (X @ [[1.0], [-2.0], [0.5]]).astype("float32")
-
-QUIET = {"silent": True, "console": "off"}
-
-
-@pytest.fixture(autouse=True)
-def away_from_home(monkeypatch, tmp_path):
-    """Keep W&B from what is configured on this machine."""
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-
-
-def make_trainer(cls=Trainer, **options):
-    keras.utils.set_random_seed(0)
-    schedule = keras.optimizers.schedules.CosineDecay(0.1, 100)
-    options = {"accumulation": 2} | options
-    return cls(
-        keras.Sequential([keras.Input([3]), keras.layers.Dense(1)]),
-        optimizer=keras.optimizers.SGD(schedule, clipnorm=0.5),
-        loss="mse",
-        metrics=["mae"],
-        seed=0,
-        **options,
-    )
 
 
 @pytest.fixture(scope="module")
 def trainer():
     """Give a Trainer whose steps are compiled already."""
     return make_trainer()
-
-
-def make_logger(folder, **options):
-    # Nothing here depends on how fast this machine is.
-    options = {
-        "mode": "offline",
-        "settings": QUIET,
-        "close_secs": 600,
-    } | options
-    return WandbLogger("claims", dir=folder, **options)
-
-
-def fit(trainer, *callbacks, **options):
-    """Train, six updates an epoch."""
-    options = {"batch_size": 2, "verbose": 0} | options
-    return trainer.fit(X, Y, callbacks=list(callbacks), **options)
-
-
-def positions(history, name):
-    return [row["updates"] for row in history if name in row]
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +186,24 @@ def test_resume_continues_the_run_and_sends_no_point_twice(tmp_path):
     assert positions(second.history, "loss") == [6]
 
 
+def test_run_that_has_nothing_left_sends_no_point_twice(tmp_path):
+    for _ in range(2):
+        trainer = make_trainer()
+        checkpoint = Checkpoint(tmp_path / "saved")
+        fit(
+            trainer,
+            checkpoint,
+            make_logger(tmp_path, every=Every(4, "updates")),
+            epochs=1,
+            resume_from="auto",
+        )
+    assert trainer.progress.updates == 6
+    runs = written_runs(tmp_path)
+    assert len({run.run.run_id for run in runs}) == 1
+    sent = [u for run in runs for u in positions(run.history, "loss")]
+    assert sent == [4, 6]
+
+
 def test_run_that_is_not_the_checkpoint_s_is_refused(trainer, tmp_path):
     first = make_logger(tmp_path)
     fit(trainer, first)
@@ -274,217 +250,6 @@ def test_checkpoints_are_sent_as_artifacts(tmp_path):
 def test_upload_without_a_training_is_refused(tmp_path):
     with pytest.raises(RuntimeError, match="upload must be called while"):
         make_logger(tmp_path).upload(tmp_path)
-
-
-# --- W&B out of reach, slow, or failing ---
-
-
-def free_port():
-    """Find a port of this machine where nothing listens."""
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def test_server_out_of_reach_is_one_warning_and_the_run_kept(
-    monkeypatch, tmp_path
-):
-    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setattr(sys.modules[WandbLogger.__module__], "START_SECS", 0.1)
-    times = []
-
-    class Watch(keras.callbacks.Callback):
-        is_logger = True  # is called after the logger
-
-        def on_epoch_begin(self, epoch, logs=None):
-            times.append(time.monotonic())
-
-        def on_epoch_end(self, epoch, logs=None):
-            times.append(time.monotonic())
-
-    logger = make_logger(
-        tmp_path,
-        mode="online",
-        settings=QUIET | {"init_timeout": 1},
-        every=Every(1, "updates"),
-    )
-    trainer = make_trainer()
-    wandb.teardown()  # it has read the environment before
-    with pytest.warns(RuntimeWarning) as caught:
-        fit(trainer, logger, Watch())
-    wandb.teardown()
-    assert len(caught) == 1
-    assert "W&B could not be reached" in str(caught[0].message)
-    assert trainer.progress.updates == 6
-    last = written_runs(tmp_path)[-1]
-    assert positions(last.history, "loss") == [1, 2, 3, 4, 5, 6]
-    assert str(last.path.parent) in str(caught[0].message)
-
-
-class Run:
-    """Stands for a run whose `log` does what a test wants."""
-
-    def __init__(self, id="fake", log=lambda row: None):
-        self.id = id
-        self.log = log
-        self.config = type("Config", (dict,), {"update": lambda *_, **__: 0})()
-        self.summary = {}
-        self.offline = self.disabled = False
-
-    def define_metric(self, *names, **options):
-        pass
-
-
-def test_service_that_hangs_is_one_warning_and_stops_nothing(trainer):
-    hanging = threading.Event()
-    logger = WandbLogger(
-        run=Run(log=lambda row: hanging.wait()),
-        every=Every(1, "updates"),
-        close_secs=0.1,
-    )
-    before = trainer.progress.updates
-    with pytest.warns(RuntimeWarning, match="close_secs=0.1") as caught:
-        fit(trainer, logger)
-    hanging.set()
-    assert len(caught) == 1
-    assert trainer.progress.updates == before + 6
-
-
-def test_points_that_come_too_fast_are_left_out_with_one_warning(trainer):
-    rows, hanging = [], threading.Event()
-
-    def log(row):
-        hanging.wait()
-        rows.append(row)
-
-    module = sys.modules[WandbLogger.__module__]
-    make = module.Background
-
-    class LetGo(Callback):
-        def on_train_end(self, logs=None):
-            hanging.set()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "Background", lambda name, **_: make(name, 2))
-        logger = WandbLogger(run=Run(log=log), every=Every(1, "updates"))
-        with pytest.warns(RuntimeWarning, match="more slowly") as caught:
-            fit(trainer, LetGo(), logger)
-    assert len(caught) == 1
-    assert 2 <= len(rows) < 6
-
-
-# --- Points are gathered, and read in the thread ---
-
-
-class Pause(Callback):
-    """Lets time pass between updates."""
-
-    def on_train_batch_end(self, batch, logs=None):
-        time.sleep(0.05)
-
-
-def test_gathered_points_keep_the_moments_they_were_made_at(tmp_path):
-    trainer = make_trainer()
-    fit(trainer, Pause(), make_logger(tmp_path, every=Every(1, "updates")))
-    (run,) = written_runs(tmp_path)
-    assert positions(run.history, "loss") == [1, 2, 3, 4, 5, 6]
-    # The last two are made when the epoch ends, one right after the other.
-    assert min(np.diff(run.moments[:-1])) > 0.04
-
-
-def test_points_wait_for_others_until_somebody_asks_for_them():
-    said, background = [], Background("gathering", gather_secs=3600.0)
-    for word in "abc":
-        background.do(said.append, word)
-    time.sleep(0.05)
-    assert not said
-    assert background.wait(600)
-    assert said == ["a", "b", "c"]
-    assert background.finish(600, said.append, "d")
-    assert said == ["a", "b", "c", "d"]
-
-
-def test_points_that_wait_too_long_are_read_where_they_are_made(
-    trainer, monkeypatch
-):
-    module = sys.modules[WandbLogger.__module__]
-    monkeypatch.setattr(module, "GATHER_SECS", 3600.0)
-    monkeypatch.setattr(module, "MOST_UNREAD_POINTS", 3)
-    handed_over = []
-    send = WandbLogger._send
-
-    def keep(self, function, updates, numbers, *others):
-        handed_over.append(type(numbers))
-        return send(self, function, updates, numbers, *others)
-
-    logger = WandbLogger(run=Run(), every=Every(1, "updates"))
-    with monkeypatch.context() as patch:
-        patch.setattr(WandbLogger, "_send", keep)
-        fit(trainer, logger)
-    # The first three are in the thread's hands, or wait for it.
-    assert handed_over[:3] == [Logs] * 3
-    assert handed_over[4:] == [dict] * 2
-
-
-def test_best_of_training_is_found_where_it_is_asked_for(trainer):
-    rows, run = [], Run()
-    run.log = rows.append
-    logger = WandbLogger(
-        run=run, every=Every(1, "updates"), best={"mae": "min"}
-    )
-    fit(trainer, logger)
-    assert len(rows) == 6
-    assert run.summary["best_mae"] == min(row["mae"] for row in rows)
-
-
-def test_checkpoint_leaves_no_point_waiting(tmp_path, monkeypatch):
-    module = sys.modules[WandbLogger.__module__]
-    monkeypatch.setattr(module, "GATHER_SECS", 3600.0)
-    has_come = threading.Event()
-
-    class WaitsForThePoint(Callback):
-        """Called before the logger, thus after a checkpoint's update."""
-
-        def on_train_batch_begin(self, batch, logs=None):
-            if batch == 4:
-                self.has_seen_it = has_come.wait(600)
-
-    # The first points are not gathered, as the start of the run was awaited.
-    run = Run(log=lambda row: row["updates"] == 4 and has_come.set())
-    wait = WaitsForThePoint()
-    fit(
-        make_trainer(),
-        wait,
-        Checkpoint(tmp_path / "run", every=Every(4, "updates")),
-        WandbLogger(run=run, every=Every(1, "updates")),
-    )
-    assert wait.has_seen_it
-
-
-def test_run_that_fails_midway_is_one_warning(trainer, tmp_path):
-    run = wandb.init(mode="offline", dir=tmp_path, settings=QUIET)
-
-    class Finish(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            if batch == 3:
-                run.finish()
-            time.sleep(0.05)
-
-    logger = WandbLogger(run=run, every=Every(1, "updates"))
-    before = trainer.progress.updates
-    with pytest.warns(RuntimeWarning, match="did not take every") as caught:
-        fit(trainer, logger, Finish())
-    assert len(caught) == 1
-    assert trainer.progress.updates == before + 6
-
-
-def test_nothing_is_said_where_nothing_is_wrong(trainer, tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fit(trainer, make_logger(tmp_path))
 
 
 # --- What is refused ---

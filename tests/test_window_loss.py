@@ -8,16 +8,13 @@ training, and the loss of all of them is differentiated at once.
 import numpy as np
 import pytest
 from oracle import KeepGradients, differentiate
-from quickest import JIT_COMPILE
 
 from accumtrainer import (
     Accumulation,
     LossScale,
     WindowLossTrainer,
 )
-from accumtrainer import engine as engine_module
 from accumtrainer.keras_api import keras, ops
-from accumtrainer.steps import Plan
 from accumtrainer.window_losses import (
     batch_all_triplet_loss,
     batch_hard_triplet_loss,
@@ -80,11 +77,6 @@ class LossTrainer(WindowLossTrainer):
         return LOSSES[self.name](embeddings, batch.y)
 
 
-def use_plan(monkeypatch, name, *, jit_compile=JIT_COMPILE):
-    plan = Plan(name=name, jit_compile=jit_compile)
-    monkeypatch.setattr(engine_module, "choose_plan", lambda *a, **o: plan)
-
-
 def reference(model, name, sizes, x, y):
     """Differentiate through all micro-batches at once."""
 
@@ -131,9 +123,9 @@ def test_update_is_that_of_the_big_batch(name, sizes):
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", LOSSES)
-def test_dropout_is_replayed(monkeypatch, name, plan):
+def test_dropout_is_replayed(use_plan, name, plan):
     # Not by XLA on TensorFlow: the reference cannot draw in its way.
-    use_plan(monkeypatch, plan)
+    use_plan(plan)
     x, y = make_data()
     model = make_model(layers.Dropout(0.5, seed=3))
     random_state = model.layers[1].seed_generator.state
@@ -154,8 +146,8 @@ def test_dropout_is_replayed(monkeypatch, name, plan):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_both_passes_draw_the_same_numbers(monkeypatch, plan):
-    use_plan(monkeypatch, plan, jit_compile=True)
+def test_both_passes_draw_the_same_numbers(use_plan, plan):
+    use_plan(plan, jit_compile=True)
     x, y = make_data()
 
     class Noisy(LossTrainer):
@@ -181,8 +173,8 @@ def test_both_passes_draw_the_same_numbers(monkeypatch, plan):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_statistics_of_a_batch_are_kept_once(monkeypatch, plan):
-    use_plan(monkeypatch, plan)
+def test_statistics_of_a_batch_are_kept_once(use_plan, plan):
+    use_plan(plan)
     x, y = make_data()
     model = make_model(layers.BatchNormalization())
     _, gradients = reference(model, "batch-hard", [4, 4, 4], x, y)
@@ -212,8 +204,8 @@ class LearnedTemperature(layers.Layer):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_variable_that_only_the_loss_uses_gets_its_gradient(monkeypatch, plan):
-    use_plan(monkeypatch, plan)
+def test_variable_that_only_the_loss_uses_gets_its_gradient(use_plan, plan):
+    use_plan(plan)
     x, y = make_data()
     model = make_model(LearnedTemperature())
 
@@ -237,8 +229,8 @@ def test_variable_that_only_the_loss_uses_gets_its_gradient(monkeypatch, plan):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_loss_scale_changes_no_gradient(monkeypatch, plan):
-    use_plan(monkeypatch, plan)
+def test_loss_scale_changes_no_gradient(use_plan, plan):
+    use_plan(plan)
     x, y = make_data()
     model = make_model()
     _, gradients = reference(model, "batch-hard", [SAMPLES], x, y)
@@ -250,8 +242,8 @@ def test_loss_scale_changes_no_gradient(monkeypatch, plan):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_overflow_forgets_the_window(monkeypatch, plan):
-    use_plan(monkeypatch, plan)
+def test_overflow_forgets_the_window(use_plan, plan):
+    use_plan(plan)
     keras.config.set_dtype_policy("mixed_float16")
     x, y = make_data()
     model = make_model(layers.BatchNormalization())
