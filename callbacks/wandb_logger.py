@@ -167,6 +167,8 @@ class WandbLogger(Logger):
             self._watch_if_due()
 
     def write(self, updates, numbers):
+        if self._background is None:
+            self._start()  # the last point of a run that has nothing left
         self._last_updates = updates
         best = {}
         if self._best.concerns(numbers):
