@@ -184,6 +184,8 @@ class Dispatcher:
         add_history: whether to add a `keras.callbacks.History` if there is
             none among the callbacks.
         progress_bar: callback to be called last, or `None`.
+        make_current: function to be called before a hook at which a callback
+            may look at the model, or `None`.
 
     Attributes:
         callbacks: tuple of callbacks, flat, in the order of calling.
@@ -219,6 +221,7 @@ class Dispatcher:
         params,
         add_history=False,
         progress_bar=None,
+        make_current=None,
     ):
         given = flatten_callbacks(callbacks)
         for callback in given:
@@ -235,6 +238,7 @@ class Dispatcher:
             name: [c for c in self.callbacks if is_overridden(c, name)]
             for name in HOOKS
         }
+        self._make_current = make_current
         self._looked_at = {
             name
             for name, listeners in self._listeners.items()
@@ -268,6 +272,7 @@ class Dispatcher:
         """
         listeners = self._listeners[name]
         if listeners:
+            self._prepare_for(name)
             arguments, keywords = _hook_arguments(name, args)
             for callback in listeners:
                 getattr(callback, name)(*arguments, **keywords)
@@ -296,6 +301,7 @@ class Dispatcher:
     def _block(self, begin, end):
         outer_logs, self.last_logs = self.last_logs, {}
         opened = []
+        self._prepare_for(begin)
         try:
             for callback in self.callbacks:
                 getattr(callback, begin)({})
@@ -314,8 +320,14 @@ class Dispatcher:
         finally:
             self.last_logs = outer_logs
 
+    def _prepare_for(self, name):
+        """Have the model current where a callback may look at it."""
+        if self._make_current is not None and name in self._looked_at:
+            self._make_current()
+
     def _close(self, end, callbacks):
         failures = []
+        self._prepare_for(end)
         for callback in callbacks:
             try:
                 getattr(callback, end)(self.last_logs)

@@ -475,16 +475,16 @@ class Engine:
         """Read the epoch so far, dict of numbers."""
         return self._last_report.running_logs()
 
-    def evaluate(self, source, dispatcher):
-        """Evaluate a `Source`, dict of numbers."""
+    def evaluate(self, source, dispatcher, rest=None):
+        """Evaluate a `Source`, dict of numbers; see `Evaluator`."""
         return self._evaluator.evaluate(
-            source, dispatcher, rows_per_pass=self.rows_per_pass
+            source, dispatcher, rows_per_pass=self.rows_per_pass, rest=rest
         )
 
-    def predict(self, source, dispatcher):
-        """Predict for a `Source`, nest of NumPy arrays."""
+    def predict(self, source, dispatcher, rest=None):
+        """Predict for a `Source`, nest of NumPy arrays; see `Evaluator`."""
         return self._evaluator.predict(
-            source, dispatcher, rows_per_pass=self.rows_per_pass
+            source, dispatcher, rows_per_pass=self.rows_per_pass, rest=rest
         )
 
     @contextlib.contextmanager

@@ -1,5 +1,7 @@
 """Evaluates and predicts over whole sources, and tells callbacks of it."""
 
+import contextlib
+
 import numpy as np
 
 from accumtrainer.batches import Batch
@@ -37,7 +39,7 @@ class Evaluator:
         """Create the variables of a model that has none yet."""
         self._program.build_model(batch)
 
-    def evaluate(self, source, dispatcher, *, rows_per_pass):
+    def evaluate(self, source, dispatcher, *, rows_per_pass, rest=None):
         """Evaluate one source.
 
         Args:
@@ -45,27 +47,27 @@ class Evaluator:
             dispatcher: `Dispatcher` to tell about it.
             rows_per_pass: int, samples to run at a time; `None` for any
                 number.
+            rest: function to be called after every loader batch, or `None`.
 
         Returns:
             Dict of numbers.
         """
         is_first = True
         items = items_of_all(source, self._backend)
-        with dispatcher.testing():
+        with dispatcher.testing(), self._published_at_the_end():
             for index, item in enumerate(items):
                 dispatcher.call("on_test_batch_begin", index, {})
                 for batch in self._slice(source, item, rows_per_pass):
                     self._step.run(batch, is_first=is_first)
                     is_first = False
-                if dispatcher.looks("on_test_batch_end"):
-                    self._backend.publish()
                 logs = Logs(self._step.results)
                 dispatcher.call("on_test_batch_end", index, logs)
+                if rest is not None:
+                    rest()
             dispatcher.last_logs = logs = self._step.results()
-            self._backend.publish()
         return logs
 
-    def predict(self, source, dispatcher, *, rows_per_pass):
+    def predict(self, source, dispatcher, *, rows_per_pass, rest=None):
         """Predict for one source.
 
         Args:
@@ -73,23 +75,33 @@ class Evaluator:
             dispatcher: `Dispatcher` to tell about it.
             rows_per_pass: int, samples to run at a time; `None` for any
                 number.
+            rest: function to be called after every loader batch, or `None`.
 
         Returns:
             Nest of NumPy arrays, one row per sample.
         """
         outputs = []
         items = items_of_all(source, self._backend)
-        with dispatcher.predicting():
+        with dispatcher.predicting(), self._published_at_the_end():
             for index, item in enumerate(items):
                 dispatcher.call("on_predict_batch_begin", index, {})
                 for batch in self._slice(source, item, rows_per_pass):
                     predicted = self._step.predict(Batch(batch.x))
                     outputs.append(tree.map_structure(np.asarray, predicted))
-                self._backend.publish()
                 dispatcher.call("on_predict_batch_end", index, {})
+                if rest is not None:
+                    rest()
         return tree.map_structure(
             lambda *parts: np.concatenate(parts), *outputs
         )
+
+    @contextlib.contextmanager
+    def _published_at_the_end(self):
+        """Leave the model current, however a pass over the data ends."""
+        try:
+            yield
+        finally:
+            self._backend.publish()
 
     def _slice(self, source, item, rows_per_pass):
         """Cut a loader batch into what fits.

@@ -36,6 +36,7 @@ from accumtrainer.loop import FitLoop, Validation, updates_in_epoch
 from accumtrainer.process_sources import ShareSource
 from accumtrainer.progress_bar import make_progress_bar
 from accumtrainer.saving import check_same, find_saved, take_snapshot
+from accumtrainer.signals import Interruption
 from accumtrainer.source import check_ends
 from accumtrainer.sources import (
     FirstBatches,
@@ -446,6 +447,7 @@ class Trainer(Hooks):
             },
             add_history=True,
             progress_bar=make_progress_bar(verbose if self.is_chief else 0),
+            make_current=self._engine.publish,
         )
         self._loop = FitLoop(
             self, self._engine, options, source, validation, dispatcher, saved
@@ -565,7 +567,10 @@ class Trainer(Hooks):
         )
         check_ends(source, "steps")
         dispatcher = self._dispatcher(callbacks, source, verbose)
-        logs = self._engine.evaluate(source, dispatcher)
+        with Interruption().deferred() as interruption:
+            logs = self._engine.evaluate(
+                source, dispatcher, rest=interruption.check
+            )
         return _as_keras_returns(logs, return_dict)
 
     def predict(
@@ -589,7 +594,10 @@ class Trainer(Hooks):
         )
         check_ends(source, "steps")
         dispatcher = self._dispatcher(callbacks, source, verbose)
-        return self._engine.predict(source, dispatcher)
+        with Interruption().deferred() as interruption:
+            return self._engine.predict(
+                source, dispatcher, rest=interruption.check
+            )
 
     def train_on_batch(
         self,
@@ -620,10 +628,14 @@ class Trainer(Hooks):
         window = self._cut(source)
         engine.prepare(window)
         engine.start_epoch(engine.epochs_finished)
-        report = engine.run_window(window)
-        engine.count_window(engine.last_window)
+        with Interruption().deferred() as interruption:
+            try:
+                report = engine.run_window(window)
+                engine.count_window(engine.last_window)
+            finally:
+                engine.publish()
+            interruption.check()
         engine.check_skips()
-        engine.publish()
         return _as_keras_returns(report.running_logs(), return_dict)
 
     def memory_plan(self, batch, sizes=None):
@@ -727,6 +739,7 @@ class Trainer(Hooks):
                 "steps": source.batches_per_epoch,
             },
             progress_bar=make_progress_bar(verbose if self.is_chief else 0),
+            make_current=self._engine.publish,
         )
 
     def _compile_model(self, arguments, *, is_new):
