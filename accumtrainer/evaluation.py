@@ -88,11 +88,15 @@ class EvaluationProgram:
         for metric in self._model.metrics:
             metric.reset_state()
 
-    def run_batch(self, batch):
+    def run_batch(self, batch, loader_samples):
         """Add a batch to the evaluation.
 
+        Losses are averaged over loader batches, sums too: each slice adds its
+        part of a sum, which counts for all of the samples.
+
         Args:
-            batch: `Batch` of tensors.
+            batch: `Batch` of tensors, a loader batch or a slice of one.
+            loader_samples: scalar tensor, float32, samples of all slices.
 
         Returns:
             Scalar tensor, float32, the batch's own loss.
@@ -103,10 +107,10 @@ class EvaluationProgram:
         means = measured.means()
         is_sum = np.array([loss.is_sum for loss in measured.weighted])
         samples = measured.samples
-        weights = where_sum(is_sum, samples, measured.denominators())
+        weights = measured.denominators()
         self._tally.add(
-            means * weights,
-            weights,
+            means * where_sum(is_sum, loader_samples, weights),
+            where_sum(is_sum, samples, weights),
             [samples * measured.regularization, samples, samples],
         )
         self._tally.add_logs(logs)

@@ -57,8 +57,9 @@ class Evaluator:
         with dispatcher.testing(), self._published_at_the_end():
             for index, item in enumerate(items):
                 dispatcher.call("on_test_batch_begin", index, {})
-                for batch in self._slice(source, item, rows_per_pass):
-                    self._step.run(batch, is_first=is_first)
+                window = self._slice(source, item, rows_per_pass)
+                for batch in window.split():
+                    self._step.run(batch, window.samples, is_first=is_first)
                     is_first = False
                 logs = Logs(self._step.results)
                 dispatcher.call("on_test_batch_end", index, logs)
@@ -85,7 +86,8 @@ class Evaluator:
         with dispatcher.predicting(), self._published_at_the_end():
             for index, item in enumerate(items):
                 dispatcher.call("on_predict_batch_begin", index, {})
-                for batch in self._slice(source, item, rows_per_pass):
+                window = self._slice(source, item, rows_per_pass)
+                for batch in window.split():
                     predicted = self._step.predict(Batch(batch.x))
                     outputs.append(tree.map_structure(np.asarray, predicted))
                 dispatcher.call("on_predict_batch_end", index, {})
@@ -109,4 +111,4 @@ class Evaluator:
         A loss that compares examples must see those of a batch together.
         """
         size = None if self._has_window_loss else rows_per_pass
-        return source.window([item], size).split()
+        return source.window([item], size)

@@ -25,7 +25,7 @@ from oracle import (
 )
 from quickest import JIT_COMPILE
 
-from accumtrainer import Trainer
+from accumtrainer import Accumulation, Trainer
 from accumtrainer.keras_api import BACKEND, KERAS_NAME, keras, ops
 
 layers = keras.layers
@@ -115,6 +115,47 @@ def test_evaluate_equals_that_of_keras_where_nothing_is_masked(rng, name, size):
     y = rng.normal(size=[22, CLASSES]).astype("float32")
     actual = pair.trainer.evaluate(x, y, batch_size=size, verbose=0)
     expected = pair.twin.evaluate(x, y, batch_size=size, verbose=0)
+    assert actual == pytest.approx(expected, rel=TOLERANCE)
+
+
+@seeded
+def make_two_heads():
+    inputs = keras.Input([FEATURES])
+    heads = {name: layers.Dense(CLASSES, name=name) for name in "ab"}
+    return keras.Model(inputs, {k: head(inputs) for k, head in heads.items()})
+
+
+SUM_MODELS = {
+    "one output": make_mlp,
+    "several outputs": make_two_heads,
+    "added loss": functools.partial(
+        make_adding, functools.partial(ops.mean, axis=-1)
+    ),
+}
+
+
+@functools.cache
+def sum_pair(name, slices):
+    loss = keras.losses.MeanSquaredError(reduction="sum")
+    loss = {"a": loss, "b": "mse"} if name == "several outputs" else loss
+    accumulation = Accumulation(micro_batch_size=slices)
+    return Pair(SUM_MODELS[name], loss=loss, accumulation=accumulation)
+
+
+@keras_3_only("averages losses over batches, not over samples")
+@pytest.mark.parametrize("slices", [3, 8])
+@pytest.mark.parametrize("name", SUM_MODELS)
+def test_sums_are_evaluated_over_loader_batches_as_by_keras(rng, name, slices):
+    pair = sum_pair(name, slices)
+    several = name == "several outputs"
+    # On TensorFlow Keras averages the losses of outputs over batches.
+    samples = 24 if several else 22
+    x = rng.normal(size=[samples, FEATURES]).astype("float32")
+    y = rng.normal(size=[samples, CLASSES]).astype("float32")
+    y = {"a": y, "b": y} if several else y
+    options = {"batch_size": 8, "verbose": 0, "return_dict": True}
+    actual = pair.trainer.evaluate(x, y, **options)
+    expected = pair.twin.evaluate(x, y, **options)
     assert actual == pytest.approx(expected, rel=TOLERANCE)
 
 

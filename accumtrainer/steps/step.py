@@ -360,13 +360,21 @@ class EvaluationStep:
         self._program.build_model(batch)
         return self._predict_batch(self._backend.spread(batch))
 
-    def run(self, batch, *, is_first):
-        """Add a batch to the evaluation, or begin one with it."""
+    def run(self, batch, loader_samples, *, is_first):
+        """Add a batch to the evaluation, or begin one with it.
+
+        Args:
+            batch: `Batch` of arrays, a loader batch or a slice of one.
+            loader_samples: int, samples of all slices.
+            is_first: bool, whether the evaluation begins.
+        """
         if is_first:
             self._backend.publish()
             self._program.build(batch)
             self._program.start()
-        self._run_batch(self._backend.spread(batch))
+        # An array of the host is everywhere, wherever the batch is.
+        samples = np.asarray(loader_samples, "float32")
+        self._run_batch(self._backend.spread(batch), samples)
 
     def results(self):
         """Read the evaluation so far, `{name: float}`."""
