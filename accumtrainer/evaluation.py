@@ -124,11 +124,12 @@ class EvaluationProgram:
         """Read the evaluation so far, `{name: tensor}`."""
         numerators, denominators, extras = self._tally.read()
         means = window_means(numerators, denominators)
+        named = named_losses(self._names, means)
         regularization = ops.divide_no_nan(*extras[:2])
         return {
             "loss": total_loss(means, self._losses, regularization),
-            **named_losses(self._names, means),
-            **metric_results(self._model),
+            **named,
+            **metric_results(self._model, named),
             **self._tally.values(),
         }
 

@@ -181,10 +181,21 @@ def _stack(scalars):
     return ops.stack([ops.cast(value, "float32") for value in scalars])
 
 
-def metric_results(model):
-    """Read the model's metrics, `{name: tensor}`, but for its loss."""
+def metric_results(model, named):
+    """Read the model's metrics, but for its losses.
+
+    Keras gives a model that it has trained metrics of its losses, which
+    nobody here updates.
+
+    Args:
+        model: `keras.Model`.
+        named: names of the losses of several outputs.
+
+    Returns:
+        Dict from name to tensor.
+    """
     results = model.get_metrics_result()
-    return {k: v for k, v in results.items() if k != "loss"}
+    return {k: v for k, v in results.items() if k not in ("loss", *named)}
 
 
 def metric_variables(model):

@@ -222,16 +222,13 @@ class Update:
         regularization = ops.divide_no_nan(*extras[:2])
         named = named_losses(self._loss_names, means)
         with self._backend.holding(metric_variables(self._model)):
-            metrics = metric_results(self._model)
-        logs = {
+            metrics = metric_results(self._model, named)
+        return {
             "loss": total_loss(means, self._losses, regularization),
             **named,
             **metrics,
             **self._epoch.values(),
         }
-        # A model that Keras has trained has metrics for the named losses too,
-        # which a window leaves alone.
-        return logs | named
 
     def running_logs_with(self, micro_batches):
         """Read the epoch so far, as if the open window had been applied.

@@ -159,6 +159,19 @@ def test_sums_are_evaluated_over_loader_batches_as_by_keras(rng, name, slices):
     assert actual == pytest.approx(expected, rel=TOLERANCE)
 
 
+@keras_3_only("does not return the losses of outputs")
+def test_outputs_of_a_model_that_keras_has_trained_are_evaluated(rng):
+    model = make_two_heads()
+    model.compile("sgd", "mse", jit_compile=JIT_COMPILE)
+    x = rng.normal(size=[8, FEATURES]).astype("float32")
+    y = dict.fromkeys("ab", rng.normal(size=[8, CLASSES]).astype("float32"))
+    model.fit(x, y, verbose=0)
+    expected = model.evaluate(x, y, verbose=0, return_dict=True)
+    trainer = Trainer(model, jit_compile=JIT_COMPILE)
+    actual = trainer.evaluate(x, y, verbose=0, return_dict=True)
+    assert actual == pytest.approx(expected, rel=TOLERANCE)
+
+
 @pytest.mark.parametrize("size", [1, 4, 11])
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_evaluation_does_not_depend_on_the_batch_size(rng, weighting, size):
