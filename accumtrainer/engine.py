@@ -471,9 +471,9 @@ class Engine:
             window, loss_scale=loss_scale, micro_batches_before=before
         )
 
-    def running_logs(self):
-        """Read the epoch so far, dict of numbers."""
-        return self._last_report.running_logs()
+    def epoch_logs(self):
+        """Read the epoch so far, without its skipped windows, dict."""
+        return self._last_report.epoch_logs()
 
     def evaluate(self, source, dispatcher, rest=None):
         """Evaluate a `Source`, dict of numbers; see `Evaluator`."""

@@ -246,7 +246,7 @@ class FitLoop:
                 "seconds": self._seconds(),
                 "validated": self._validated.as_dict(),
                 "validation_logs": dict(self._validation_logs),
-                "last_logs": self._running_logs(),
+                "last_logs": self._epoch_logs(),
                 "has_stopped": bool(self._trainer.model.stop_training),
                 "micro_batch": blank(self._micro_batch),
             },
@@ -462,7 +462,7 @@ class FitLoop:
         is_complete = self._run_windows(upcoming)
         engine.finish_epoch()
         # A carried tail can be all there is of an epoch.
-        logs = dict(self._running_logs()) if position.windows else {}
+        logs = dict(self._epoch_logs()) if position.windows else {}
         self._validate_if_due()
         if self._validation and self._options.validates_after(epoch):
             self._validate()
@@ -475,9 +475,9 @@ class FitLoop:
             self._leave_if_interrupted()
         return is_complete
 
-    def _running_logs(self):
+    def _epoch_logs(self):
         if self._engine.has_report:
-            return self._engine.running_logs()
+            return self._engine.epoch_logs()
         return self._last_logs
 
     def _run_windows(self, upcoming):

@@ -315,6 +315,37 @@ def test_metrics_forget_a_bad_window(use_plan, plan):
         )
 
 
+def test_epoch_forgets_a_bad_window_that_ends_it():
+    good, _ = make_trainer(make_model("float32"))
+    bad, _ = make_trainer(make_model("float32"))
+    expected = fit(good, X[:16], Y[:16]).history["loss"]
+    received = fit(bad, poisoned([20])[:24], Y[:24]).history["loss"]
+    assert bad.progress.skipped_updates == 1
+    np.testing.assert_allclose(received, expected, rtol=1e-6)
+
+
+def test_epoch_of_bad_windows_alone_has_no_loss():
+    trainer, _ = make_trainer(make_model("float32"))
+    history = fit(trainer, np.full_like(X, np.nan), Y).history
+    assert trainer.progress.skipped_updates == 4
+    assert np.isnan(history["loss"]).all()
+
+
+def test_overflow_before_any_update_shows_the_loss_of_its_window():
+    """TerminateOnNaN would take it for the end of training otherwise."""
+    shown = []
+    watch = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: shown.append(logs["loss"])
+    )
+    scale = LossScale(initial=2.0**127, maximum=2.0**127)
+    trainer, applied = make_trainer(make_model("float32"), loss_scale=scale)
+    history = fit(trainer, 100 * X, Y, callbacks=[watch]).history
+    assert not any(applied.column("applied"))
+    assert np.all(np.isfinite(shown))
+    assert shown == applied.column("loss")
+    assert np.isnan(history["loss"]).all()
+
+
 @pytest.mark.parametrize("plan", ["fused", "streamed"])
 def test_training_goes_on_as_if_a_bad_window_had_not_been(use_plan, plan):
     use_plan(plan)

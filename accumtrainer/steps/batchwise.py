@@ -192,11 +192,7 @@ def late_logs(report):
 
 
 class _LateNumber:
-    """A number of the epoch so far that is read when Keras wants a float.
-
-    A window's loss that is not finite is shown, although the running mean has
-    forgotten that window: `TerminateOnNaN` looks for it here.
-    """
+    """A number of `Report.running` that is read when Keras wants a float."""
 
     __slots__ = ("_name", "_report")
 
@@ -205,11 +201,7 @@ class _LateNumber:
         self._name = name
 
     def __float__(self):
-        if self._name == "loss" and self._report.has("window"):
-            loss = self._report.section("window")["loss"]
-            if not np.isfinite(loss):
-                return float(loss)
-        return float(self._report.section("running")[self._name])
+        return float(self._report.running()[self._name])
 
     def __repr__(self):
         return repr(float(self))

@@ -63,17 +63,37 @@ class Report:
             "skipped_updates": counters["skipped_updates"],
         }
 
-    def running_logs(self):
-        """Read the epoch so far, dict of numbers.
+    def running(self):
+        """Read the epoch so far as one of its windows shows it.
 
         A window's loss that is not finite is shown, although the running
-        mean has forgotten that window: `TerminateOnNaN` looks for it here.
+        mean has forgotten that window: `TerminateOnNaN` looks for it here. A
+        finite one is shown where there is no mean yet.
+
+        Returns:
+            Dict of numbers.
         """
-        window = self.window_logs()
         logs = self.section("running")
-        if not np.isfinite(window["loss"]):
-            logs["loss"] = window["loss"]
-        return logs | {name: window[name] for name in CLOCKS}
+        if self.has("window"):
+            loss = self.section("window")["loss"]
+            if not np.isfinite(loss) or np.isnan(logs["loss"]):
+                logs["loss"] = loss
+        return logs
+
+    def running_logs(self):
+        """Read `running` and the clocks, dict of numbers."""
+        return self.running() | self._clocks()
+
+    def epoch_logs(self):
+        """Read the epoch so far and the clocks, dict of numbers.
+
+        Windows that were skipped are forgotten; the loss is NaN if all were.
+        """
+        return self.section("running") | self._clocks()
+
+    def _clocks(self):
+        window = self.window_logs()
+        return {name: window[name] for name in CLOCKS}
 
     def micro_batches(self):
         """Read `MICRO_BATCH_NUMBERS`, dict from name to array `[k]`."""
