@@ -296,7 +296,9 @@ class Engine:
             if is_amid_epoch or part not in PARTS_OF_EPOCH:
                 check_fits(part, variables, values[part])
 
-    def restore(self, values, progress, *, is_amid_epoch, parts=None):
+    def restore(
+        self, values, progress, *, is_amid_epoch, was_scaled, parts=None
+    ):
         """Put captured values back; check first that they fit.
 
         Args:
@@ -305,6 +307,7 @@ class Engine:
             is_amid_epoch: whether the running means of the epoch matter. If
                 not, they are put back only where they fit: metrics may be
                 others now.
+            was_scaled: whether the loss was scaled where they are from.
             parts: those to restore, or `None` for all.
         """
         self.publish()
@@ -315,6 +318,10 @@ class Engine:
             saved = values[part] if is_needed else values.get(part, {})
             if is_needed or find_difference(variables, saved) is None:
                 put_back(variables, saved)
+        if parts is None or "state" in parts:
+            self._state.settle_loss_scale(
+                self._hooks.loss_scale, was_scaled=was_scaled
+            )
         if progress is not None:
             self._progress = Progress.from_dict(progress)
             skips = keras.ops.convert_to_numpy(self._state.consecutive_skips)

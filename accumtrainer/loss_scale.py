@@ -10,6 +10,30 @@ windows from driving it to zero and a run of good ones to infinity.
 from accumtrainer.keras_api import ops
 
 
+def restored_scale(scale, options, *, was_scaled):
+    """Choose the loss scale to go on with, where options may have changed.
+
+    Args:
+        scale: float, the scale that was saved.
+        options: `LossScale` now, or `None` where the loss is not scaled.
+        was_scaled: whether it was scaled when that was saved.
+
+    Returns:
+        float: the saved scale, as near as the options let it be.
+
+    Example:
+        >>> from accumtrainer.config import LossScale
+        >>> restored_scale(4096.0, LossScale(maximum=1024.0, initial=2.0),
+        ...                was_scaled=True)
+        1024.0
+    """
+    if options is None:
+        return 1.0
+    if not was_scaled:
+        return options.initial
+    return min(max(scale, options.minimum), options.maximum)
+
+
 def next_scale(scale, good_windows, is_finite, options):
     """Move the loss scale after one window.
 

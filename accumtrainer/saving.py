@@ -48,6 +48,7 @@ def _facts(trainer):
         "optimizer": type(trainer.optimizer).__name__,
         "seed": trainer.seed,
         "accumulation": repr(trainer.accumulation),
+        "scales_loss": trainer.loss_scale is not None,
         "plan": None if plan is None else dataclasses.asdict(plan),
     }
 

@@ -3,6 +3,7 @@
 import numpy as np
 
 from accumtrainer.keras_api import keras, ops
+from accumtrainer.loss_scale import restored_scale
 
 EXTREMES = {
     "max": (ops.maximum, -np.inf, ops.max),
@@ -93,6 +94,19 @@ class TrainingState:
             self.stream,
             self.rng.state,
         ]
+
+    def settle_loss_scale(self, options, *, was_scaled):
+        """Move a loss scale that was put back to where options have it.
+
+        Args:
+            options: `LossScale`, or `None` where the loss is not scaled.
+            was_scaled: whether it was scaled when the scale was saved.
+        """
+        scale = float(ops.convert_to_numpy(self.loss_scale))
+        scale = restored_scale(scale, options, was_scaled=was_scaled)
+        self.loss_scale.assign(scale)
+        if options is None or not was_scaled:
+            self.good_windows.assign(0)
 
     def seat_rng(self, index):
         """Point the random stream at one micro-batch of this window.

@@ -524,6 +524,7 @@ class Trainer(Hooks):
             saved.variables,
             None if weights_only else saved.progress,
             is_amid_epoch=False,
+            was_scaled=saved.about["scales_loss"],
             parts=parts,
         )
         if not weights_only:

@@ -376,6 +376,52 @@ def test_save_and_restore_put_everything_back(tmp_path):
     assert other.seed == 3
 
 
+SMALL, LARGE = LossScale(initial=8.0, maximum=64.0), LossScale(minimum=512.0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "scale"),
+    [
+        (None, LARGE, LARGE.initial),
+        (SMALL, None, 1.0),
+        (LossScale(initial=1.0), SMALL, 1.0),
+        (SMALL, LARGE, LARGE.minimum),
+        (LARGE, SMALL, SMALL.maximum),
+    ],
+    ids=["on", "off", "kept", "raised", "lowered"],
+)
+def test_loss_scale_is_one_of_the_options_now(before, after, scale, tmp_path):
+    fit_arrays(
+        make_trainer(loss_scale=before),
+        epochs=1,
+        callbacks=[Checkpoint(tmp_path)],
+    )
+    restored = make_trainer(loss_scale=after)
+    restored.restore(tmp_path)
+    resumed = make_trainer(loss_scale=after)
+    fit_arrays(resumed, epochs=2, resume_from=tmp_path)
+    fit_arrays(restored, epochs=1)
+    for trainer in (restored, resumed):
+        assert trainer.window_logs["loss_scale"] == scale
+
+
+def test_hooks_get_true_gradients_when_scaling_was_switched_off(tmp_path):
+    class Hooked(Trainer):
+        def on_accumulate(self, gradients, info):
+            return gradients
+
+    scaled = make_trainer(loss_scale=LARGE)
+    scaled.train_on_batch(X, Y)
+    scaled.save(tmp_path / "a")
+    norms = []
+    for cls in (Trainer, Hooked):
+        trainer = make_trainer(cls)
+        trainer.restore(tmp_path / "a")
+        trainer.train_on_batch(X, Y)
+        norms.append(trainer.window_logs["gradient_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
 def test_weights_alone_go_to_another_optimizer(tmp_path):
     trainer = make_trainer()
     fit_arrays(trainer, epochs=1)
