@@ -336,7 +336,8 @@ class Engine:
         if not model.built:
             raise ValueError(errors.NOT_BUILT.format(model=model.name))
         if not optimizer.built:
-            optimizer.build(model.trainable_variables)
+            with self._backend.scope():
+                optimizer.build(model.trainable_variables)
         return {
             "model": [
                 *model.trainable_variables,

@@ -495,6 +495,18 @@ def test_checkpoint_of_some_goes_on_with_others(rng, tmp_path, counts):
     assert_close(*map(weights_of, (trainer, whole)))
 
 
+def test_checkpoint_is_made_and_read_before_the_first_update(rng, tmp_path):
+    saved, trainer = (make_trainer(2, make_mlp) for _ in range(2))
+    for variable in saved.model.variables:
+        variable.assign(variable + 1.0)
+    saved.save(tmp_path)
+    trainer.restore(tmp_path, weights_only=True)
+    trainer.restore(tmp_path)
+    assert_close(*map(weights_of, (trainer, saved)), tolerance=0.0)
+    trainer.train_on_batch(*targets(rng, 6))
+    assert trainer.progress.updates == 1
+
+
 def test_size_that_fits_divides_the_rows_of_a_replica(rng, monkeypatch):
     """Of 20 rows each, 4 at a time fit; halves would come to 3."""
     monkeypatch.setattr(Step, "peak_bytes", lambda _, window: window.sizes[0])
