@@ -307,7 +307,12 @@ def check_options(
             "that averages over the batch."
         )
     if max_consecutive_skips is not None:
-        _check_whole("max_consecutive_skips", max_consecutive_skips, minimum=1)
+        _check_whole(
+            "max_consecutive_skips",
+            max_consecutive_skips,
+            "Use None to allow any number of them.",
+            minimum=1,
+        )
     if jit_compile != "auto" and not isinstance(jit_compile, bool):
         raise TypeError(
             "jit_compile must be 'auto', True or False. Received: "
@@ -320,15 +325,15 @@ def check_options(
             "for debugging."
         )
     if seed is not None:
-        _check_whole("seed", seed, minimum=0)
+        _check_whole("seed", seed, "Use None to draw one.", minimum=0)
 
 
-def _check_whole(name, value, *, minimum):
+def _check_whole(name, value, remedy, *, minimum):
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if not is_whole or value < minimum:
         raise ValueError(
             f"{name} must be a whole number of at least {minimum}, or None. "
-            f"Received: {name}={value!r}. Use None for the default behaviour."
+            f"Received: {name}={value!r}. {remedy}"
         )
 
 

@@ -262,6 +262,7 @@ CONSTRUCTOR = [
             (TypeError, ValueError),
             "max_consecutive_skips must be a whole number",
             f"max_consecutive_skips={value!r}",
+            "Use None to allow any number of them",
         )
         for value in (0, -1, 1.5, True, "all")
     ),
@@ -309,6 +310,7 @@ CONSTRUCTOR = [
             (TypeError, ValueError),
             "seed must be a whole number",
             f"seed={value!r}",
+            "Use None to draw one",
         )
         for value in (-1, 0.5, True, "lucky")
     ),
