@@ -223,7 +223,8 @@ class IterableSource(Source):
         """Yield the `Batch`es of one epoch."""
         made = start
         remaining = None if self._steps is None else self._steps - start
-        for item in islice(self._begin(is_new=not start), remaining):
+        is_new = not start and (self._steps is None or epoch == 0)
+        for item in islice(self._begin(is_new=is_new), remaining):
             batch = self._reader.read(item, epoch, made)
             made += 1
             self._taken += 1
@@ -293,14 +294,13 @@ class IterableSource(Source):
         return window_of_batches(items, micro_batch_size)
 
     def _begin(self, *, is_new):
-        """Return the iterator to take from, a new one at an epoch's begin."""
+        """Return the iterator to take from, a new one if there can be one."""
         if self.is_one_shot:
             self._iterator = self._iterable
-        elif self._steps is not None:
-            if self._iterator is None:
-                self._iterator = _repeat(self._iterable)
-        elif is_new:
-            self._iterator = iter(self._iterable)
+        elif is_new or self._iterator is None:
+            is_one_row = self._steps is not None
+            items = _repeat(self._iterable) if is_one_row else self._iterable
+            self._iterator = iter(items)
         return self._iterator
 
 

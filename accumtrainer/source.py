@@ -39,6 +39,9 @@ class Source(abc.ABC):
     def iterate(self, epoch, start=0):
         """Yield the loader items of one epoch, in order.
 
+        Epoch 0 begins with the first item again whenever it is asked for,
+        but for data that can be iterated only once.
+
         Args:
             epoch: index of the epoch, from zero.
             start: loader batches to leave out at the beginning; above 0 only

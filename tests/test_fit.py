@@ -453,6 +453,36 @@ def test_validation_steps_counts_loader_batches():
 @pytest.mark.parametrize(
     "make",
     [
+        pytest.param(lambda: (X, Y), id="arrays"),
+        pytest.param(lambda: Batches(), id="pydataset"),
+        pytest.param(lambda: list(generate()), id="list"),
+        pytest.param(lambda: as_tf_data(), id="tf.data"),
+    ],
+)
+def test_validations_of_some_steps_all_begin_with_the_first_batch(make):
+    trainer, _ = make_trainer(optimizer=keras.optimizers.SGD(0.0))
+    history = fit(
+        trainer, epochs=3, validation_data=make(), validation_steps=5
+    ).history
+    loss = trainer.evaluate(X[:10], Y[:10], verbose=0)
+    assert history["val_loss"] == pytest.approx([loss] * 3, rel=1e-5)
+
+
+def test_validations_of_some_steps_share_a_generator():
+    trainer, _ = make_trainer(optimizer=keras.optimizers.SGD(0.0))
+    history = fit(
+        trainer, epochs=2, validation_data=generate(), validation_steps=6
+    ).history
+    losses = [
+        trainer.evaluate(X[part], Y[part], verbose=0)
+        for part in (slice(12), slice(12, 24))
+    ]
+    assert history["val_loss"] == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
         pytest.param(lambda: [X, Y], id="list"),
         pytest.param(lambda: [(X[:12], Y[:12]), (X[12:], Y[12:])], id="loader"),
     ],

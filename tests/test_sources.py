@@ -283,6 +283,12 @@ def test_iterable_epochs_of_some_steps_go_on_and_begin_again():
     assert rows == [[[0], [1], [2]], [[3], [4], [0]], [[1], [2], [3]]]
 
 
+def test_iterable_that_is_begun_again_begins_with_its_first_batch():
+    source = make_source([(np.array([i]),) for i in range(5)], steps=2)
+    assert epoch_of(source, 0) == epoch_of(source, 0) == [[0], [1]]
+    assert epoch_of(source, 1) == [[2], [3]]
+
+
 def test_one_generator_serves_all_epochs():
     source = make_source(((np.array([i]),) for i in range(5)), steps=2)
     assert source.is_one_shot
