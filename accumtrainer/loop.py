@@ -18,7 +18,7 @@ from accumtrainer.progress import Progress
 from accumtrainer.signals import Interruption
 from accumtrainer.snapshot import blank
 from accumtrainer.source import check_ends
-from accumtrainer.sources import make_source
+from accumtrainer.sources import FirstBatches, make_source
 
 NOTHING_LEFT = "the saved run has reached its end; nothing is left to train"
 
@@ -39,15 +39,16 @@ class Validation:
             `(x, y, sample_weight)`; or a dict of these by name.
         batch_size: samples per loader batch, `None` for the default.
         steps: loader batches in a validation, `None` for all.
+        first: how many of these to keep in a trial, `None` for all.
     """
 
-    def __init__(self, data, *, batch_size, steps):
+    def __init__(self, data, *, batch_size, steps, first=None):
         check_steps("validation_steps", steps)
         check_steps("validation_batch_size", batch_size)
         named = data if isinstance(data, dict) else {"": data}
         self._sources = {
             f"{name}_" if name else "": _validation_source(
-                part, batch_size, steps
+                part, batch_size, steps, first
             )
             for name, part in named.items()
             if part is not None
@@ -72,7 +73,7 @@ class Validation:
         return logs
 
 
-def _validation_source(data, batch_size, steps):
+def _validation_source(data, batch_size, steps, first):
     if isinstance(data, list) and not any(isinstance(v, tuple) for v in data):
         data = tuple(data)  # [x, y], as in Keras; else a list of batches
     arrays = data if isinstance(data, tuple) else (data,)
@@ -86,6 +87,8 @@ def _validation_source(data, batch_size, steps):
     source = make_source(
         *arrays, batch_size=batch_size, shuffle=False, steps=steps
     )
+    if first is not None:
+        return FirstBatches(source, first)
     check_ends(source, "validation_steps")
     return source
 

@@ -415,7 +415,7 @@ class Trainer(Hooks):
             shuffle=False if overfit_batches else shuffle,
             seed=self.seed,
             class_weight=class_weight,
-            steps=overfit_batches or steps_per_epoch,
+            steps=None if overfit_batches else steps_per_epoch,
         )
         is_loader = not isinstance(source, ArraySource)
         if not options.may_end_amid_epoch and not overfit_batches:
@@ -431,7 +431,8 @@ class Trainer(Hooks):
                 if validation_batch_size is None
                 else validation_batch_size
             ),
-            steps=int(fast_dev_run) or validation_steps,
+            steps=validation_steps,
+            first=int(fast_dev_run) or None,
         )
         dispatcher = Dispatcher(
             [self._callbacks, callbacks],

@@ -341,6 +341,57 @@ def test_overfit_batches_shows_the_same_few_batches_again():
     np.testing.assert_allclose(losses, [expected] * 3, rtol=1e-5)
 
 
+def test_overfit_batches_have_the_usual_size():
+    x, y = np.tile(X, [6, 1]), np.tile(Y, [6, 1])
+    trainer, _ = make_trainer(accumulation=1)
+    fit(trainer, x, y, batch_size=None, overfit_batches=2)
+    assert trainer.progress.samples == 64
+
+
+def test_overfit_batches_are_not_more_than_there_are():
+    trainer, _ = make_trainer()
+    fit(trainer, overfit_batches=99)
+    assert trainer.progress.samples == 24
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "updates", "samples"), [(None, 2, 64), (48, 4, 144)]
+)
+def test_fast_dev_run_validates_on_the_first_few_batches(
+    batch_size, updates, samples
+):
+    x, y = np.tile(X, [6, 1]), np.tile(Y, [6, 1])
+    trainer, _ = make_trainer(
+        optimizer=keras.optimizers.SGD(0.0), accumulation=1
+    )
+    history = fit(
+        trainer,
+        x,
+        y,
+        batch_size=batch_size,
+        validation_data=(x, y),
+        fast_dev_run=updates,
+    ).history
+    x, y = x[:samples], y[:samples]
+    loss = trainer.evaluate(x, y, batch_size=batch_size, verbose=0)
+    assert history["val_loss"] == pytest.approx([loss], rel=1e-5)
+
+
+def test_fast_dev_run_validates_on_data_that_never_end():
+    class Endless(Batches):
+        num_batches = None
+
+        def __len__(self):
+            raise TypeError
+
+        def __getitem__(self, index):
+            return super().__getitem__(index % 12)
+
+    trainer, applied = make_trainer()
+    fit(trainer, validation_data=Endless(), fast_dev_run=True)
+    assert len(applied.validations) == 1
+
+
 # Validation.
 
 
