@@ -297,7 +297,7 @@ class FitLoop:
             saved.variables,
             saved.progress,
             is_amid_epoch=self._goes_on_amid_epoch,
-            was_scaled=saved.about["scales_loss"],
+            was_scaled=saved.scales_loss,
         )
         if saved.run is not None:
             self._validation_logs = dict(saved.run["validation_logs"])

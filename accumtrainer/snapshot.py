@@ -43,6 +43,11 @@ class Snapshot:
     callbacks: dict[str, Any]
     about: dict[str, Any]
 
+    @property
+    def scales_loss(self):
+        """Whether the loss was scaled; older checkpoints do not say."""
+        return self.about.get("scales_loss", True)
+
     def pack(self):
         """Take the snapshot apart into what files hold.
 

@@ -525,7 +525,7 @@ class Trainer(Hooks):
             saved.variables,
             None if weights_only else saved.progress,
             is_amid_epoch=False,
-            was_scaled=saved.about["scales_loss"],
+            was_scaled=saved.scales_loss,
             parts=parts,
         )
         if not weights_only:

@@ -405,6 +405,14 @@ def test_loss_scale_is_one_of_the_options_now(before, after, scale, tmp_path):
         assert trainer.window_logs["loss_scale"] == scale
 
 
+def test_scale_of_an_older_checkpoint_is_taken_as_it_is():
+    trainer = make_trainer(loss_scale=LARGE)
+    trainer.train_on_batch(X, Y)
+    snapshot = trainer.snapshot()
+    assert snapshot.about.pop("scales_loss") is True
+    assert snapshot.scales_loss
+
+
 def test_hooks_get_true_gradients_when_scaling_was_switched_off(tmp_path):
     class Hooked(Trainer):
         def on_accumulate(self, gradients, info):
