@@ -1,5 +1,9 @@
 """What a checkpoint keeps of callbacks, those of Keras included."""
 
+import hashlib
+
+import numpy as np
+
 from accumtrainer.callback import Callback
 from accumtrainer.snapshot import encode
 
@@ -28,11 +32,14 @@ class CallbackStates:
         }
 
     def get(self):
-        """Return the states, dict from a callback's key to a dict."""
+        """Return the states, dict from a callback's key to a dict.
+
+        Callbacks may go on while it is written.
+        """
         states = {}
         for key, callback in self._callbacks.items():
             if _has_state(callback):
-                states[key] = callback.get_state()
+                states[key] = _copied(callback.get_state())
             else:
                 states[key] = self._changed(key, callback)
         return {key: state for key, state in states.items() if state}
@@ -101,13 +108,21 @@ def _plain_attributes(callback):
             written = encode(value, arrays, name)
         except TypeError:
             continue
-        content = {k: (v.shape, v.tobytes()) for k, v in arrays.items()}
+        content = {k: (v.shape, _digest(v)) for k, v in arrays.items()}
         plain[name] = ((written, content), _copied(value))
     return plain
 
 
+def _digest(array):
+    return hashlib.blake2b(array.tobytes()).digest()
+
+
 def _copied(value):
-    """Copy lists and dicts, not what is in their leaves."""
+    """Copy arrays, and lists, tuples and dicts of them."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
     if isinstance(value, dict):
         return {k: _copied(v) for k, v in value.items()}
-    return [_copied(v) for v in value] if type(value) is list else value
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    return value

@@ -11,6 +11,7 @@ from quickest import JIT_COMPILE, RUN_EAGERLY
 from accumtrainer import (
     Accumulation,
     Batch,
+    Callback,
     CheckpointError,
     DataError,
     Every,
@@ -270,6 +271,45 @@ def test_a_finished_run_can_be_looked_at_with_other_metrics(tmp_path):
     restored, restored_progress = everything(again)
     assert restored_progress == progress
     assert_same_values({"model": restored["model"]}, values)
+
+
+def test_snapshot_holds_callbacks_as_they_were_then():
+    class Counts(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.array = np.zeros(1)
+            self.nest = ([0], {})
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.array += 1
+            self.nest[0][0] += 1
+
+    class Tells(Callback):
+        has_state = True
+        array, updates = np.zeros(1), []
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.array += 1
+            self.updates.append(batch)
+
+        def get_state(self):
+            return {"array": self.array, "updates": self.updates}
+
+    snapshots = []
+
+    class Takes(Callback):
+        def on_safe_point(self, reason, logs=None):
+            snapshots.append(self.trainer.snapshot())
+
+    trainer = make_trainer()
+    fit_arrays(trainer, epochs=1, callbacks=[Counts(), Tells(), Takes()])
+    for snapshot in snapshots:
+        updates = snapshot.progress["updates"]
+        states = snapshot.callbacks
+        assert states["Counts-0"]["array"] == updates
+        assert states["Counts-0"]["nest"][0] == [updates]
+        assert states["Tells-0"]["array"] == updates
+        assert len(states["Tells-0"]["updates"]) == updates
 
 
 class At(keras.callbacks.Callback):
