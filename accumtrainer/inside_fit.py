@@ -111,6 +111,7 @@ class FitAccumulator(Hooks):
         self._progress = Progress()
         self._unread_windows = self._known_skips = 0
         self._is_running = False
+        self._scaled_by = None
 
     def _set_up_hooks(self, denominator):
         arguments = compiled_arguments(self.model)
@@ -157,7 +158,6 @@ class FitAccumulator(Hooks):
         if "make_train_function" in vars(model):
             raise ValueError(errors.OWN_TRAIN_FUNCTION.format(model=model.name))
         self._fit_state.leave()
-        self._take_scale()
         self._groups_per_epoch = None
         if batches_per_epoch is not None:
             self._groups_per_epoch = math.ceil(
@@ -175,6 +175,8 @@ class FitAccumulator(Hooks):
             epoch: int, its index.
         """
         self._fit_state.leave()
+        if self._scaled_by is None:
+            self._take_scale()  # not earlier: a callback may have restored it
         if self._program is not None:
             self._program.start_epoch(epoch)
         self._state.epoch.assign(epoch)
@@ -211,6 +213,8 @@ class FitAccumulator(Hooks):
         model = self.model
         if not self._is_running:  # or else its arrays may be lost
             self._fit_state.leave()
+            self._give_scale()
+        self._scaled_by = None
         if model.train_function is self._train_function:
             model.train_function = self._train_function_before
         vars(model).pop("make_train_function", None)
@@ -375,8 +379,10 @@ class FitAccumulator(Hooks):
 
     def _take_scale(self):
         """Begin with the loss scale that Keras's optimizer has."""
-        optimizer = self.model.optimizer
-        if self._carries_scale and optimizer.built:
+        if not self._carries_scale:
+            return
+        self._scaled_by = optimizer = self.model.optimizer
+        if optimizer.built:
             bounds = self.loss_scale
             scale = _as_number(optimizer.dynamic_scale)
             self._state.loss_scale.assign(
@@ -387,9 +393,8 @@ class FitAccumulator(Hooks):
 
     def _give_scale(self):
         """Leave the loss scale in Keras's optimizer, where it has one."""
-        optimizer = self.model.optimizer
-        if self._carries_scale and optimizer.built:
-            state = self._state
+        optimizer, state = self._scaled_by, self._state
+        if optimizer is not None and optimizer.built:
             optimizer.dynamic_scale.assign(_as_number(state.loss_scale))
             optimizer.step_counter.assign(_as_number(state.good_windows))
 

@@ -493,6 +493,31 @@ def test_loss_scale_optimizer_stays_and_learns_the_scale():
     assert_same_weights(model, trainer.model, 1e-5)
 
 
+def test_loss_scale_that_a_later_callback_restores_is_gone_on_with():
+    keras.config.set_dtype_policy("mixed_float16")
+    model = mlp()
+    model.optimizer.build(model.trainable_variables)
+
+    class Restores(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            self.model.optimizer.dynamic_scale.assign(64.0)
+
+    callbacks = [GradientAccumulation(4), Restores()]
+    model.fit(X, Y, callbacks=callbacks, **ORDER)
+    assert float(read(model.optimizer.dynamic_scale)) == 64.0
+
+
+def test_loss_scale_learned_before_an_error_is_gone_on_with():
+    keras.config.set_dtype_policy("mixed_float16")
+    model, callback = mlp(), GradientAccumulation(3)
+    bad = X.copy()
+    bad[0] = np.nan
+    with pytest.raises(RuntimeError, match="on purpose"):
+        model.fit(bad, Y, callbacks=[callback, Fail(5)], **ORDER)
+    model.fit(X, Y, callbacks=[callback], **ORDER)
+    assert float(read(model.optimizer.dynamic_scale)) == 2.0**14
+
+
 # What is refused, and what is honoured.
 
 
