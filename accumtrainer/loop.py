@@ -183,7 +183,7 @@ class FitLoop:
                 is_complete = True
                 while is_complete and self._should_begin():
                     is_complete = self._run_epoch(upcoming)
-                    upcoming = self._windows()
+                    upcoming = self._windows(self._position)
                 if is_complete:
                     self._rest("end")
                 self._interruption.check()
@@ -195,9 +195,9 @@ class FitLoop:
     def _prepare(self):
         """Build what the first window needs; return the windows to come."""
         has_ended = self._saved is not None and not self._should_begin()
-        upcoming = iter(()) if has_ended else self._windows()
+        upcoming = iter(()) if has_ended else self._windows(self._position)
         begun = list(itertools.islice(upcoming, 1))
-        first = begun[0] if begun else self._window_to_come()
+        first = begun[0] if begun else self._window_to_see()
         self._micro_batch = first.split()[0]
         if begun and self._options.check_inputs and self._trainer.model.built:
             # Run eagerly, the preparation computes with these numbers.
@@ -263,6 +263,8 @@ class FitLoop:
         if saved.position is None:
             self._position = Position(epoch=saved.progress["epochs"])
             self._before = Progress()
+            self._validated = Progress.from_dict(saved.progress)
+            self._seconds_before = self._validated.seconds
             return
         self._position = Position.of_state(saved.position)
         check_processes(self._source, saved.source)
@@ -363,9 +365,8 @@ class FitLoop:
         samples = f"{first.samples} samples per update"
         return f"{samples} = {shape}{epoch}; {trainer.plan}"
 
-    def _windows(self):
-        accumulation, position = self._trainer.accumulation, self._position
-        epoch = position.epoch
+    def _windows(self, position):
+        accumulation, epoch = self._trainer.accumulation, position.epoch
         is_last = epoch + 1 >= self._options.last_epoch
         tail = accumulation.tail
         if tail == "carry" and is_last:
@@ -378,14 +379,20 @@ class FitLoop:
             tail=tail,
         )
 
-    def _window_to_come(self):
-        """Make up a window where there is none to see before training."""
+    def _window_to_see(self):
+        """Make a window for building where none comes, or not yet."""
         steps = self._trainer.accumulation.steps_at(
             self._position.epoch, self._updates()
         )
         if self._micro_batch is not None:
             return window_of_batches([self._micro_batch] * (steps or 1), None)
-        items = itertools.islice(itertools.cycle(self._position.carried), steps)
+        position = self._position
+        if not position.carried:
+            # A finished run that was saved by hand has yet to see the data.
+            position = Position(epoch=position.epoch)
+            for window in self._windows(position):
+                return window
+        items = itertools.islice(itertools.cycle(position.carried), steps)
         return self._source.window(list(items), None)
 
     def _updates(self):

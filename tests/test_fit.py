@@ -237,6 +237,36 @@ def test_validation_every_so_many_seconds(clock):
     assert [update for update, _ in applied.validations] == [3, 5, 8]
 
 
+def test_seconds_go_on_from_a_run_saved_by_hand(clock, tmp_path):
+    first, _ = make_trainer()
+    fit(first, callbacks=[Tick(clock)])
+    first.save(tmp_path / "a")
+    trainer, _ = make_trainer()
+    fit(
+        trainer,
+        max_seconds=5,
+        callbacks=[Tick(clock)],
+        resume_from=tmp_path / "a",
+    )
+    assert trainer.progress.updates == 5
+    assert trainer.progress.seconds == 5.0
+
+
+def test_validations_go_on_from_a_run_saved_by_hand(tmp_path):
+    first, _ = make_trainer()
+    fit(first)
+    first.save(tmp_path / "a")
+    trainer, applied = make_trainer()
+    fit(
+        trainer,
+        epochs=3,
+        validation_data=(X, Y),
+        validation_every=Every(3, "updates"),
+        resume_from=tmp_path / "a",
+    )
+    assert [update for update, _ in applied.validations] == [6, 9]
+
+
 def test_initial_epoch_counts_epochs_from_there():
     trainer, applied = make_trainer()
     history = fit(trainer, epochs=4, initial_epoch=2)

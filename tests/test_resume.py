@@ -151,6 +151,11 @@ def sliced():
     return make_trainer(accumulation=Accumulation(micro_batch_size=2))
 
 
+def with_long_windows():
+    """Make one whose epochs are shorter than its windows."""
+    return make_trainer(accumulation=Accumulation(steps=8, tail="carry"))
+
+
 def scaled():
     """Let a loss scale grow fast, overflow, and fall again."""
     scale = LossScale(initial=2.0**124, growth_interval=1, maximum=2.0**127)
@@ -468,6 +473,26 @@ def test_hooks_get_true_gradients_when_scaling_was_switched_off(tmp_path):
         trainer.train_on_batch(X, Y)
         norms.append(trainer.window_logs["gradient_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "fit", "limit"),
+    [
+        (plain, fit_arrays, {"epochs": 1}),
+        (sliced, fit_list, {"epochs": 1}),
+        (with_long_windows, fit_list, {"max_updates": 1}),
+    ],
+)
+def test_a_finished_run_saved_by_hand_is_left_as_it_is(
+    make, fit, limit, tmp_path
+):
+    first = make()
+    fit(first, **limit)
+    first.save(tmp_path / "a")
+    again = make()
+    history = fit(again, **limit, resume_from=tmp_path / "a")
+    assert_same(again, first)
+    assert history.epoch == []
 
 
 def test_weights_alone_go_to_another_optimizer(tmp_path):
