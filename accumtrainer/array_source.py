@@ -39,6 +39,7 @@ class ArraySource(Source):
             it and on the index of the pass.
         class_weight: dict `{class: weight}`, or `None`.
         steps: loader batches in an epoch, or `None` for one pass.
+        epochs_before: epochs before epoch 0, whose orders do not come again.
 
     Raises:
         TypeError: a leaf is no dense array, or an option has the wrong type.
@@ -57,6 +58,7 @@ class ArraySource(Source):
         seed=0,
         class_weight=None,
         steps=None,
+        epochs_before=0,
     ):
         check_sizes(batch_size, shuffle, steps)
         data = Batch(
@@ -72,6 +74,7 @@ class ArraySource(Source):
         self._shuffle = shuffle
         self._seed = seed
         self._steps = steps
+        self._epochs_before = epochs_before
         if batch_size is None:
             batch_size = (
                 math.ceil(samples / steps) if steps else DEFAULT_BATCH_SIZE
@@ -84,7 +87,7 @@ class ArraySource(Source):
         """Yield the row indices of every loader batch, shape `[<= b]`."""
         batches = math.ceil(self._samples / self.batch_size)
         for pass_index, first, stop in passes(
-            epoch, self._steps, batches, start
+            epoch, self._steps, batches, start, self._epochs_before
         ):
             order = self._order(pass_index)
             for batch in range(first, stop):
@@ -96,11 +99,13 @@ class ArraySource(Source):
             "samples": self._samples,
             "batch_size": self.batch_size,
             "shuffle": self._shuffle,
+            "epochs_before": self._epochs_before,
         }
 
     def go_to(self, position, state, *, fast_forward):
         """Go to a place in the same arrays, also with another batch size."""
         del fast_forward
+        self._epochs_before = state.get("epochs_before", 0)
         if not position.is_amid_epoch or state == self.get_state():
             return
         for name in ("samples", "shuffle"):

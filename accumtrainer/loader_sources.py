@@ -52,13 +52,21 @@ class PyDatasetSource(Source):
         seed: whole number of at least 0, as for arrays.
         class_weight: dict `{class: weight}`, or `None`.
         steps: loader batches in an epoch, or `None` for one pass.
+        epochs_before: epochs before epoch 0, whose orders do not come again.
 
     Raises:
         ValueError: the dataset asks for processes, or is empty.
     """
 
     def __init__(
-        self, dataset, *, shuffle=True, seed=0, class_weight=None, steps=None
+        self,
+        dataset,
+        *,
+        shuffle=True,
+        seed=0,
+        class_weight=None,
+        steps=None,
+        epochs_before=0,
     ):
         check_sizes(None, shuffle, steps)
         if dataset.use_multiprocessing:
@@ -79,6 +87,7 @@ class PyDatasetSource(Source):
         self._class_weight = class_weight
         self._reader = _Reader(class_weight)
         self._steps = steps
+        self._epochs_before = epochs_before
         self.is_endless = steps is None and _num_batches(dataset) is None
         self.batches_per_epoch = steps or _num_batches(dataset)
 
@@ -97,6 +106,7 @@ class PyDatasetSource(Source):
         return {
             "batches": self.batches_per_epoch,
             "shuffle": self._shuffle,
+            "epochs_before": self._epochs_before,
         }
 
     def go_to(self, position, state, *, fast_forward):
@@ -106,6 +116,7 @@ class PyDatasetSource(Source):
         own. A batch that has changed since is warned about.
         """
         del fast_forward
+        self._epochs_before = state.get("epochs_before", 0)
         if position.is_amid_epoch and state != self.get_state():
             name = next(k for k, v in self.get_state().items() if state[k] != v)
             raise errors.DataError(
@@ -141,7 +152,7 @@ class PyDatasetSource(Source):
         if batches == 0:
             return
         for pass_index, first, stop in passes(
-            epoch, self._steps, batches, start
+            epoch, self._steps, batches, start, self._epochs_before
         ):
             order = np.arange(batches)
             if self._shuffle:

@@ -2,6 +2,7 @@
 
 import abc
 import contextlib
+import math
 from typing import Any
 
 import numpy as np
@@ -89,21 +90,23 @@ class Source(abc.ABC):
         """
 
 
-def passes(epoch, steps, batches, skipped):
+def passes(epoch, steps, batches, skipped, epochs_before):
     """Yield `(pass_index, start, stop)` for the batches of one epoch.
 
     Without `steps` an epoch is one pass over the data. With it, epochs cut
     an endless row of passes into pieces of `steps` batches. The first
-    `skipped` batches of the epoch are left out.
+    `skipped` batches of the epoch are left out. The passes are counted on
+    from those that `epochs_before` epoch 0 have begun.
     """
     if steps is None:
-        yield epoch, skipped, batches
+        yield epochs_before + epoch, skipped, batches
         return
+    passes_before = math.ceil(epochs_before * steps / batches)
     position, end = epoch * steps + skipped, (epoch + 1) * steps
     while position < end:
         pass_index, start = divmod(position, batches)
         stop = min(batches, start + end - position)
-        yield pass_index, start, stop
+        yield passes_before + pass_index, start, stop
         position += stop - start
 
 

@@ -46,6 +46,7 @@ def make_source(
     seed=0,
     class_weight=None,
     steps=None,
+    epochs_before=0,
 ):
     """Find out what the training data are, and make the source for them.
 
@@ -64,6 +65,7 @@ def make_source(
         seed: whole number of at least 0 that decides the order.
         class_weight: dict `{class: weight}`, or `None`.
         steps: loader batches in an epoch (`steps_per_epoch`), or `None`.
+        epochs_before: epochs before epoch 0, whose orders do not come again.
 
     Returns:
         `Source`.
@@ -88,6 +90,7 @@ def make_source(
             seed=seed,
             class_weight=class_weight,
             steps=steps,
+            epochs_before=epochs_before,
         )
     _check_iterable(x)
     _refuse_beside_loader(x, "y", y)
@@ -100,6 +103,7 @@ def make_source(
             seed=seed,
             class_weight=class_weight,
             steps=steps,
+            epochs_before=epochs_before,
         )
     return IterableSource(x, class_weight=class_weight, steps=steps)
 

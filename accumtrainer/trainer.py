@@ -346,7 +346,9 @@ class Trainer(Hooks):
             validation_split: fraction of the arrays kept for validation.
             validation_data: `(x, y)` or what `x` may be, the same in every
                 process; a dict of these validates on several named sets.
-            shuffle: whether arrays are shuffled each epoch.
+            shuffle: whether arrays and PyDatasets are shuffled each epoch. The
+                order depends on `seed` and on how many epochs came before, in
+                earlier calls or by `initial_epoch`, whichever are more.
             class_weight: dict from class to weight.
             sample_weight: weights of the samples, where x is arrays.
             initial_epoch: index of the first epoch.
@@ -416,6 +418,11 @@ class Trainer(Hooks):
             seed=self.seed,
             class_weight=class_weight,
             steps=None if overfit_batches else steps_per_epoch,
+            epochs_before=(
+                max(0, self._engine.epochs_finished - initial_epoch)
+                if saved is None
+                else 0  # The run that goes on knows its own.
+            ),
         )
         is_loader = not isinstance(source, ArraySource)
         if not options.may_end_amid_epoch and not overfit_batches:

@@ -296,6 +296,23 @@ def test_initial_epoch_takes_up_the_order_of_its_epoch():
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("is_dataset", [False, True])
+def test_several_fits_have_the_orders_of_a_single_one(is_dataset):
+    def train(trainer, **options):
+        if is_dataset:
+            trainer.fit(Batches(), verbose=0, **options)
+        else:
+            fit(trainer, **options)
+
+    single, _ = make_trainer()
+    train(single, epochs=4)
+    several, _ = make_trainer()
+    train(several)
+    train(several, epochs=2)
+    train(several, epochs=4, initial_epoch=3)
+    assert_same_weights(single.model, several.model, rtol=0, atol=0)
+
+
 def test_steps_per_epoch_counts_loader_batches():
     trainer, applied = make_trainer()
     fit(trainer, steps_per_epoch=8, epochs=3)

@@ -257,6 +257,20 @@ def test_a_finished_run_goes_on_to_more_epochs(tmp_path):
     assert last.epoch == history.epoch
 
 
+@pytest.mark.parametrize("fit", [fit_arrays, fit_dataset])
+@pytest.mark.parametrize("updates", [2, 3])
+def test_a_second_run_in_pieces_goes_on_in_its_order(fit, updates, tmp_path):
+    whole, stopped = plain(), plain()
+    for trainer in (whole, stopped):
+        fit(trainer, epochs=2)
+    fit(whole, epochs=2)
+    checkpoint = Checkpoint(tmp_path)
+    fit(stopped, epochs=2, max_updates=updates, callbacks=[checkpoint])
+    resumed = plain()
+    fit(resumed, epochs=2, resume_from=tmp_path)
+    assert_same(resumed, whole)
+
+
 def test_a_finished_run_is_left_as_it_is(tmp_path):
     first = make_trainer(optimizer=keras.optimizers.Adam(0.01, use_ema=True))
     fit_arrays(first, callbacks=[Checkpoint(tmp_path)])

@@ -114,6 +114,18 @@ def test_array_epochs_of_some_steps_need_no_history():
     assert epoch_of(make(), 3) == rows[3]
 
 
+def test_orders_of_the_epochs_before_do_not_come_again():
+    def orders(*epochs, **options):
+        source = ArraySource(np.arange(8), batch_size=2, **options)
+        return [epoch_of(source, epoch) for epoch in epochs]
+
+    assert orders(0, 1, epochs_before=2) == orders(2, 3)
+    by_steps = {"steps": 6}  # An epoch and a half are six batches.
+    assert orders(0, epochs_before=2, **by_steps) == orders(2, **by_steps)
+    (begun,) = orders(0, epochs_before=1, **by_steps)
+    assert begun[:4] == orders(2)[0]
+
+
 def test_steps_without_batch_size_divide_the_data():
     source = ArraySource(np.arange(10), steps=4)
     assert (source.batch_size, source.batches_per_epoch) == (3, 4)
