@@ -76,7 +76,7 @@ def _write_files(directory, snapshot, score):
         "format": FORMAT,
         "version": VERSION,
         "updates": snapshot.progress["updates"],
-        "score": encode(score and dataclasses.asdict(score), {}, "score"),
+        "score": _encode_score(score),
         "files": {
             name: {
                 "bytes": (directory / name).stat().st_size,
@@ -85,9 +85,26 @@ def _write_files(directory, snapshot, score):
             for name in (STATE, ARRAYS)
         },
     }
-    manifest = {"content": content, "xxh3_128": _json_checksum(content)}
-    _write_json(directory / MANIFEST, manifest)
+    _write_manifest(directory / MANIFEST, content)
     _flush(directory)
+
+
+def _encode_score(score):
+    return encode(score and dataclasses.asdict(score), {}, "score")
+
+
+def _write_manifest(path, content):
+    signed = {"content": content, "xxh3_128": _json_checksum(content)}
+    _write_json(path, signed)
+
+
+def _replace_score(path, score):
+    """Give a checkpoint another score, at once or not at all."""
+    content = _read_manifest(path) | {"score": _encode_score(score)}
+    unfinished = path / f"{UNFINISHED}{MANIFEST}"
+    _write_manifest(unfinished, content)
+    unfinished.replace(path / MANIFEST)
+    _flush(path)
 
 
 def _replaced(path):
@@ -287,6 +304,17 @@ class CheckpointDirectory:
         write_checkpoint(path, snapshot, score)
         self._remove_old()
         return path
+
+    def rate(self, score):
+        """Give the newest checkpoint a score that it was written without.
+
+        Those that are not to be kept by it are removed.
+
+        Args:
+            score: `Score`.
+        """
+        _replace_score(self.path / self.names()[-1], score)
+        self._remove_old()
 
     def clean(self):
         """Remove what was left unfinished by a process that was killed."""

@@ -131,6 +131,7 @@ class Checkpoint(Callback):
             return
         try:
             self._wait(is_last=True)
+            self._rate_last()
         finally:
             self._writer.shutdown()
             self._writer = None
@@ -159,6 +160,20 @@ class Checkpoint(Callback):
         self._score = self._score_of(value)
         if self._best is None or self._score.is_better_than(self._best):
             self._best, self._is_new_best = self._score, True
+
+    def _rate_last(self):
+        """Give the last checkpoint the score of what was judged after it.
+
+        Where training stops amid an epoch, it is saved before the epoch ends
+        and is validated, so that it can go on there.
+        """
+        if not self._is_new_best or self._saved_at is None:
+            return
+        if self._saved_at[0] != self.trainer.progress.micro_batches:
+            return
+        self._is_new_best = False
+        if self.trainer.is_chief:
+            self.checkpoints.rate(self._best)
 
     def _score_of(self, value):
         return Score(name=self._monitored, value=float(value), mode=self._mode)

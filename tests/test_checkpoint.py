@@ -198,6 +198,18 @@ def test_the_newest_are_kept_and_the_best(tmp_path):
     assert find_checkpoint(tmp_path, "best").progress["updates"] == 2
 
 
+def test_the_newest_can_be_given_a_score_later(tmp_path):
+    directory = CheckpointDirectory(tmp_path, keep=1, keep_best=True)
+    old, new = (Score(name="loss", value=v, mode="min") for v in (0.5, 0.4))
+    directory.write(make_snapshot(1), old)
+    directory.write(make_snapshot(2))
+    assert directory.best().progress["updates"] == 1
+    directory.rate(new)
+    assert directory.best().progress["updates"] == 2
+    (name,) = os.listdir(tmp_path)
+    assert sorted(os.listdir(tmp_path / name)) == [ARRAYS, MANIFEST, STATE]
+
+
 def test_the_best_may_be_the_largest_and_is_never_nan(tmp_path):
     directory = CheckpointDirectory(tmp_path, keep=9, keep_best=True)
     for updates, value in enumerate((0.2, float("nan"), 0.8, 0.5), start=1):

@@ -538,6 +538,40 @@ def test_the_best_checkpoint_can_be_restored(tmp_path):
     assert other.progress.epochs == best + 1
 
 
+@pytest.mark.parametrize(
+    ("name", "updates"), [("loss", 2), ("val_loss", 2), ("val_loss", 5)]
+)
+def test_the_state_at_a_stop_can_be_the_best(name, updates, tmp_path):
+    def fit(**options):
+        trainer = plain()
+        checkpoint = Checkpoint(tmp_path, keep=1, keep_best=name)
+        fit_arrays(
+            trainer,
+            epochs=2,
+            validation_data=(X, Y),
+            callbacks=[checkpoint],
+            **options,
+        )
+        return trainer
+
+    fit(max_updates=updates)
+    best = plain()
+    best.restore(tmp_path, which="best")
+    assert best.progress.updates == updates
+    assert len(os.listdir(tmp_path)) == 1
+    resumed = fit(resume_from="auto")
+    assert_same(resumed, fit())
+
+
+def test_a_state_at_a_stop_need_not_be_the_best(tmp_path):
+    trainer = make_trainer(optimizer=keras.optimizers.SGD(-0.01))
+    checkpoint = Checkpoint(tmp_path, keep_best="loss")
+    fit_arrays(trainer, max_updates=5, callbacks=[checkpoint])
+    best = make_trainer(optimizer=keras.optimizers.SGD(-0.01))
+    best.restore(tmp_path, which="best")
+    assert best.progress.updates == 3
+
+
 def test_another_model_is_refused_and_nothing_changes(tmp_path):
     trainer = make_trainer()
     fit_arrays(trainer, epochs=1)
