@@ -239,8 +239,7 @@ class IterableSource(Source):
             batch = self._reader.read(item, epoch, made)
             made += 1
             self._taken += 1
-            # The iterator may fill the same arrays again for its next batch.
-            yield tree.map_structure(_own, batch)
+            yield batch
         if not made:
             raise errors.DataError(errors.NO_BATCHES.format(epoch=epoch))
 
@@ -360,7 +359,7 @@ class _Reader:
         self._axes = None
 
     def read(self, item, epoch, index):
-        """Read an item as a `Batch`.
+        """Read an item as a `Batch`, of arrays that stay as they are.
 
         Args:
             item: what the loader yielded.
@@ -398,7 +397,8 @@ class _Reader:
                     received=received or "no array", batch=index, epoch=epoch
                 )
             )
-        return _weigh(batch, self._class_weight)
+        # Whoever made the item may fill the same arrays again for the next.
+        return tree.map_structure(_own, _weigh(batch, self._class_weight))
 
 
 def _difference(before, now):

@@ -196,6 +196,23 @@ def test_window_loss_is_exact_where_plain_accumulation_is_not():
     assert not check(make_model(), Plain, batch=(x, labels)).is_exact
 
 
+def test_gradient_that_is_not_a_number_is_not_exact():
+    """Of one variable, neither the first nor the last."""
+    model = make_model(layers.Dense(8, name="middle"), layers.Dense(8))
+
+    class Spoiled(Trainer):
+        def on_accumulate(self, gradients, info):
+            return [
+                g * np.nan if "middle/bias" in v.path else g
+                for g, v in zip(gradients, model.trainable_variables)
+            ]
+
+    found = check(model, Spoiled, loss="mse")
+    assert np.isnan(found.largest_error)
+    assert not found.is_exact
+    assert "middle/bias" in str(found).splitlines()[2]
+
+
 def test_nothing_is_changed():
     model = make_model(layers.BatchNormalization(), layers.Dropout(0.5))
     twin = keras.models.clone_model(model)

@@ -64,8 +64,29 @@ class FillsTheSameArrays:
             yield self._own
 
 
+class FillsTheSameItem(keras.utils.PyDataset):
+    """Has the same two arrays for every index, with other contents."""
+
+    def __init__(self, arrays):
+        super().__init__()
+        self._batches = batches_of(arrays)
+        self._own = tuple(np.empty_like(part) for part in self._batches[0])
+
+    def __len__(self):
+        return len(self._batches)
+
+    def __getitem__(self, index):
+        for array, part in zip(self._own, self._batches[index], strict=True):
+            array[:] = part
+        return self._own
+
+
 def test_loader_may_fill_the_same_arrays_again(arrays):
     assert_trains_like_numpy(arrays, FillsTheSameArrays(arrays))
+
+
+def test_pydataset_may_fill_the_same_arrays_again(arrays):
+    assert_trains_like_numpy(arrays, FillsTheSameItem(arrays), shuffle=False)
 
 
 @pytest.mark.skipif(BACKEND != "jax", reason="is about arrays of JAX")
