@@ -50,8 +50,8 @@ class Equivalence:
 
     @property
     def largest_error(self):
-        """The largest of the errors."""
-        return max(self.errors.values())
+        """The largest of the errors; NaN if one of them is."""
+        return _largest(self.errors)
 
     @property
     def is_exact(self):
@@ -67,7 +67,10 @@ class Equivalence:
             f"largest error {self.largest_error:.1e}, "
             f"tolerance {self.tolerance:.1e}",
         ]
-        rows = sorted(self.errors.items(), key=lambda row: -row[1])
+        rows = sorted(
+            self.errors.items(),
+            key=lambda row: -np.nan_to_num(row[1], nan=np.inf),
+        )
         width = max(len(path) for path, _ in rows[:MOST_ROWS])
         lines += [f"  {p:<{width}}  {e:.1e}" for p, e in rows[:MOST_ROWS]]
         if len(rows) > MOST_ROWS:
@@ -130,10 +133,13 @@ class EquivalenceCheck:
 
     def _differs(self, way, window, whole):
         found = _errors(way, way.gradients(window), way.gradients(whole))
-        return not max(found.values()) <= self._tolerance
+        return not _largest(found) <= self._tolerance
 
     def _reasons(self, way, window, whole, big):
         """Yield the reasons that trials and the model's layers show."""
+        if not all(np.isfinite(gradient).all() for gradient in big):
+            yield NOT_FINITE
+            return
         combine = self._hooks.accumulation.combine
         if combine != "exact" and not self._differs(
             self._way(combine="exact"), window, whole
@@ -141,7 +147,7 @@ class EquivalenceCheck:
             yield COMBINED.format(combine=combine)
             return
         again = _errors(way, way.gradients(whole, after=whole), big)
-        is_random = not max(again.values()) <= self._tolerance
+        is_random = not _largest(again) <= self._tolerance
         if is_random:
             yield RANDOM.format(layers=_listed(_drawing_layers(way.model)))
         normalizing = _normalizing_layers(way.model)
@@ -208,11 +214,17 @@ class _Way:
 
 def _errors(way, gradients, expected):
     paths = [variable.path for variable in way.model.trainable_variables]
-    largest = max(float(np.abs(gradient).max()) for gradient in expected)
+    # A gradient that is NaN is an error of its own, not of the others.
+    largest = np.fmax.reduce([np.abs(g).max() for g in expected])
     return {
-        path: float(np.abs(one - other).max()) / (largest or 1.0)
+        path: float(np.abs(one - other).max()) / float(largest or 1.0)
         for path, one, other in zip(paths, gradients, expected, strict=True)
     }
+
+
+def _largest(errors):
+    """Return the largest error; NaN if there is one, which `max` may miss."""
+    return float(np.max(list(errors.values())))
 
 
 def _drawing_layers(model):
@@ -293,6 +305,10 @@ def _listed(names):
     return ", ".join(names[:3]) + more
 
 
+NOT_FINITE = (
+    "The gradients of the big batch itself are not all finite, so nothing can "
+    "be equal to them. Look at the numbers first."
+)
 RANDOM = (
     "Random numbers are drawn otherwise in micro-batches ({layers}): the big "
     "batch differs from itself, too, when it is run again. Both are right."

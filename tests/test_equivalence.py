@@ -204,13 +204,19 @@ def test_gradient_that_is_not_a_number_is_not_exact():
         def on_accumulate(self, gradients, info):
             return [
                 g * np.nan if "middle/bias" in v.path else g
-                for g, v in zip(gradients, model.trainable_variables)
+                for g, v in zip(
+                    gradients, model.trainable_variables, strict=True
+                )
             ]
 
     found = check(model, Spoiled, loss="mse")
     assert np.isnan(found.largest_error)
     assert not found.is_exact
-    assert "middle/bias" in str(found).splitlines()[2]
+    assert len(found.reasons) == 1
+    assert "are not all finite" in found.reasons[0]
+    unequal = [path for path, error in found.errors.items() if np.isnan(error)]
+    assert unequal == [model.get_layer("middle").bias.path]
+    assert unequal[0] in str(found).splitlines()[2]
 
 
 def test_nothing_is_changed():
