@@ -4,6 +4,7 @@ import warnings
 from dataclasses import dataclass, replace
 
 from accumtrainer import errors
+from accumtrainer.batches import leaves
 from accumtrainer.device import measure_peak_memory
 from accumtrainer.memory import (
     Backup,
@@ -130,7 +131,8 @@ class AutoSize:
         """
         while True:
             window = self.cut(window)
-            if window.sizes in self._fitted:
+            shapes = _shapes(window)
+            if shapes in self._fitted:
                 return step.run(window), window
             self._backend.publish()
             backup = Backup(program.variables)
@@ -145,7 +147,7 @@ class AutoSize:
                 backup.put_back()
                 self._shrink(window)
             else:
-                self._fitted.add(window.sizes)
+                self._fitted.add(shapes)
                 if self._measured == (None, None):
                     self._measured = measure_peak_memory()
                 return report, window
@@ -175,3 +177,12 @@ class AutoSize:
             measured_peak_bytes=measured_peak_bytes,
             measured_of=measured_of,
         )
+
+
+def _shapes(window):
+    """Return what must be equal for windows to take as much memory."""
+    return tuple(
+        # Text is of one type, however long the longest of a batch is.
+        (leaf.shape, leaf.dtype.char)
+        for leaf in leaves((window.stacked, window.parts))
+    )

@@ -222,15 +222,20 @@ def test_chosen_size_makes_the_updates_of_the_same_size_given(data, tmp_path):
 
 
 class Shortage:
-    """Has windows run out of memory, after they have eaten their inputs."""
+    """Has windows run out of memory, after they have eaten their inputs.
 
-    def __init__(self, monkeypatch, most):
+    Args:
+        most: the largest micro-batches that fit.
+        measure: function from a window to how large they are.
+    """
+
+    def __init__(self, monkeypatch, most, measure=lambda w: max(w.sizes)):
         self.failures = 0
         run = Step.run
 
         def run_short_of_memory(step, window):
             report = run(step, window)
-            if max(window.sizes) > most:
+            if measure(window) > most:
                 report.section("counters")
                 self.failures += 1
                 raise self.error()
@@ -263,6 +268,36 @@ def test_window_that_does_not_fit_runs_again_in_smaller_pieces(
     assert trainer.progress.updates == given.progress.updates == 4
     assert trainer.progress.micro_batches == given.progress.micro_batches
     # The first window drew its dropout again from where it had begun.
+    assert_same(trainer, given)
+
+
+def test_window_of_longer_rows_runs_again_where_shorter_ones_have_fitted(
+    rng, monkeypatch
+):
+    def values_at_a_time(window):
+        return window.split()[0].x.size
+
+    def train(accumulation):
+        keras.utils.set_random_seed(0)
+        pool = keras.layers.GlobalAveragePooling1D()
+        layers = [keras.Input([None, 2]), keras.layers.Dense(3), pool]
+        model = keras.Sequential([*layers, keras.layers.Dense(1)])
+        trainer = Trainer(
+            model, optimizer="adam", loss="mse", accumulation=accumulation
+        )
+        trainer.fit(batches, verbose=0)
+        return trainer
+
+    batches = [
+        (rng.normal(size=[4, length, 2]), rng.normal(size=[4, 1]))
+        for length in (8, 64)
+    ]
+    given = train(Accumulation(micro_batch_size=4))
+    shortage = Shortage(monkeypatch, 2 * 64 * 2, values_at_a_time)
+    with pytest.warns(UserWarning, match="from here on they are of 2"):
+        trainer = train(auto(UNLIMITED))
+    assert shortage.failures == 1
+    assert trainer.progress.updates == 2
     assert_same(trainer, given)
 
 
