@@ -71,8 +71,7 @@ class Logger(Callback, abc.ABC):
         self._due = None
         self._updates_to_wait = 0
         self._epoch = 0
-        self._known = frozenset()
-        self._running = Logs()
+        self._forget_names()
         self._speed = _Speed()
 
     # What a subclass fills in.
@@ -100,10 +99,9 @@ class Logger(Callback, abc.ABC):
 
     def on_train_begin(self, logs=None):
         self._unread, self._point = [], _Point()
-        self._running = Logs()
         self._due = None
         self._updates_to_wait = 0
-        self._known = frozenset()
+        self._forget_names()
         self._since = self.trainer.progress
         self._speed = _Speed()
         self._is_open = self.may_write
@@ -132,14 +130,17 @@ class Logger(Callback, abc.ABC):
     def on_epoch_end(self, epoch, logs=None):
         if not self._is_open:
             return
-        self._known |= set(self._running)
+        names = self._names_of_updates()
         self._write_what_was_due()
         if self.trainer.is_due(self.every, self._since):
             self._write_point(self.trainer.progress)
-        written = {k: v for k, v in logs.items() if k not in self._known}
-        if written:
+        known = names | self._validated
+        written = {k: v for k, v in logs.items() if k not in known}
+        # Who knows no update's names, as after a resume from a checkpoint
+        # made without this logger, cannot tell what others have written.
+        if names and written:
             self._write(self.trainer.progress.updates, written)
-        self._known = frozenset()
+        self._validated = frozenset()
 
     def on_test_begin(self, logs=None):
         self._speed.pause()
@@ -149,7 +150,7 @@ class Logger(Callback, abc.ABC):
 
     def on_validation_end(self, update, logs=None):
         if self._is_open:
-            self._known |= set(logs) | set(self._running)
+            self._validated |= set(logs)
             self._write_what_was_due()
             self._write(update, logs)
 
@@ -165,17 +166,32 @@ class Logger(Callback, abc.ABC):
             self.close()
 
     def get_state(self):
+        names = self._names_of_updates()
         self._write_what_was_due()
         self._read(self._unread)
         return {
             "since": self._since.as_dict(),
             "point": self._point.get_state(),
+            "names": sorted(names),
+            "validated": sorted(self._validated),
         }
 
     def set_state(self, state):
         self._since = Progress.from_dict(state["since"])
         self._updates_to_wait = 0
         self._point = _Point.of_state(state["point"])
+        self._names_before = frozenset(state.get("names", ()))
+        self._validated = frozenset(state.get("validated", ()))
+
+    def _forget_names(self):
+        """Know nothing yet of what an epoch's end tells once more."""
+        self._running = Logs()
+        self._names_before = frozenset()
+        self._validated = frozenset()
+
+    def _names_of_updates(self):
+        """Name what the last update's logs held, even before a resume."""
+        return frozenset(self._running) or self._names_before
 
     def _find_out_whether_due(self):
         progress = self.trainer.progress_at_most
@@ -199,7 +215,7 @@ class Logger(Callback, abc.ABC):
         """Write what has happened until some progress, if anything has."""
         unread, self._unread = self._unread, []
         point, self._point = self._point, _Point()
-        running, self._running = self._running.lazy_copy(), Logs()
+        running = self._running.lazy_copy()
         self._since, self._due = progress, None
         self._updates_to_wait = self.every.least_updates(progress)
         if not unread and point.is_empty:

@@ -13,6 +13,7 @@ from accumtrainer import (
     NonFiniteError,
     Trainer,
 )
+from accumtrainer.callbacks import Checkpoint
 from accumtrainer.keras_api import keras
 from accumtrainer.steps import Report
 
@@ -392,6 +393,49 @@ def test_point_after_a_resume_reaches_back_to_before_it():
     for (_, one), (_, other) in zip(logger.points, resumed.points, strict=True):
         for name in ("loss", "gradient_norm", "learning_rate"):
             assert one[name] == other[name]
+
+
+class Distance(keras.callbacks.Callback):
+    """Writes into the logs of an epoch alone."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["distance"] = 1.5
+
+
+class Fail(keras.callbacks.Callback):
+    """Raises when an epoch ends."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        raise RuntimeError("power failure")
+
+
+def fit_saved(folder, *callbacks, **options):
+    """Train with checkpoints, one of them at the epoch's last update."""
+    checkpoint = Checkpoint(folder, every=Every(3, "updates"))
+    return fit(checkpoint, Distance(), *callbacks, **options)
+
+
+def test_point_that_a_checkpoint_has_made_is_not_told_again(tmp_path):
+    logger = Points(Every(3, "updates"))
+    fit_saved(tmp_path, logger)
+    assert positions(logger.training) == [3, 6]
+    assert logger.points[-1] == (6, {"distance": 1.5, "epoch": 0})
+
+
+@pytest.mark.parametrize(("every", "rest"), [(3, []), (4, [6])])
+def test_resume_at_the_end_of_an_epoch_tells_nothing_again(
+    every, rest, tmp_path
+):
+    crashed, resumed, late = (Points(Every(every, "updates")) for _ in "123")
+    validation = {"validation_data": (X, Y)}
+    validation |= {"validation_every": Every(3, "updates")}
+    with pytest.raises(RuntimeError, match="power failure"):
+        fit_saved(tmp_path, crashed, Fail(), **validation)
+    fit_saved(tmp_path, resumed, late, resume_from="auto", **validation)
+    assert resumed.points[0] == (6, {"distance": 1.5, "epoch": 0})
+    assert positions(resumed.training) == rest
+    assert resumed.validation == []
+    assert late.points == []  # the checkpoint knows nothing of it
 
 
 def test_state_can_be_asked_for_before_any_training():
