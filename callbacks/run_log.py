@@ -88,10 +88,15 @@ class RunLog(Logger):
             self._file.close()
         self._file = None
 
+    def get_state(self):
+        state = super().get_state()  # may write a point
+        return state | {"size_bytes": self._size}
+
     def set_state(self, state):
         super().set_state(state)
         if self._file is not None:
-            self._present = _Present.of_file(self.path)
+            begin = state.get("size_bytes", 0)
+            self._present = _Present.of_file(self.path, begin)
 
     def _append(self, line):
         """Write a whole line, or nothing."""
@@ -117,9 +122,11 @@ class RunLog(Logger):
 class _Present:
     """The points that a file holds already, after a resume.
 
-    Points come in the same order again, so all before the last one of the
-    file are in it. At the last one's update there may be several, of training
-    and of validation, which have no name in common.
+    They lie behind what the file held when the checkpoint was made; earlier
+    ones may be another run's. Points come in the same order again, so all
+    before the last one of the file are in it. At the last one's update there
+    may be several, of training and of validation, which have no name in
+    common.
     """
 
     def __init__(self, updates=-1, names=()):
@@ -127,15 +134,14 @@ class _Present:
         self._names = set(names) - {"updates", "epoch"}
 
     @classmethod
-    def of_file(cls, path):
-        """Look for the last points of a file."""
+    def of_file(cls, path, begin):
+        """Look for the last points of a file, from some byte on."""
         updates, names = -1, set()
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_bytes()[begin:].splitlines():
             point = _parse(line)
-            if point.get("updates", -1) > updates:
+            if point.get("updates", updates) != updates:
                 updates, names = point["updates"], set()
-            if point.get("updates") == updates:
-                names |= set(point)
+            names |= set(point)
         return cls(updates, names)
 
     def has(self, updates, numbers):

@@ -138,12 +138,13 @@ def test_resume_repeats_no_point_that_is_in_the_file(tmp_path):
     path = tmp_path / "run.jsonl"
     crashed = RunLog(path)
     crashed.open()
+    state = json.loads(json.dumps(crashed.get_state()))
     for updates in (2, 4):
         crashed.write(updates, {"loss": 0.5, "epoch": 0})
     crashed.close()
     resumed = RunLog(path)
     resumed.open()
-    resumed.set_state(json.loads(json.dumps(crashed.get_state())))
+    resumed.set_state(state)
     for updates in (2, 4, 6):
         resumed.write(updates, {"loss": 0.25, "speed": 1, "epoch": 0})
         resumed.write(updates, {"val_loss": 1.0, "epoch": 0})
@@ -156,6 +157,29 @@ def test_resume_repeats_no_point_that_is_in_the_file(tmp_path):
         (6, 0.25),
         (6, None),
     ]
+
+
+@pytest.mark.parametrize("before_the_crash", [[], [2], [2, 4]])
+def test_resume_writes_what_is_in_the_file_of_another_run(
+    before_the_crash, tmp_path
+):
+    path = tmp_path / "run.jsonl"
+    run_log = RunLog(path)
+
+    def write(points, state=None):
+        run_log.open()
+        if state is not None:
+            run_log.set_state(state)
+        begun = run_log.get_state()
+        for updates in points:
+            run_log.write(updates, {"loss": 0.5})
+        run_log.close()
+        return begun
+
+    write([2, 4, 6, 8])
+    state = write(before_the_crash)
+    write([2, 4, 6, 8], state)
+    assert [p["updates"] for p in read(path)] == 2 * [2, 4, 6, 8]
 
 
 def test_file_that_is_no_log_is_only_appended_to(tmp_path):
