@@ -15,7 +15,14 @@ from accumtrainer.batches import (
     window_of_rows,
 )
 from accumtrainer.keras_api import tree
-from accumtrainer.source import Source, check_sizes, passes, permutation
+from accumtrainer.source import (
+    Source,
+    check_sizes,
+    passes,
+    permutation,
+    require_same,
+    require_same_epochs,
+)
 
 DEFAULT_BATCH_SIZE = 32
 
@@ -100,29 +107,23 @@ class ArraySource(Source):
             "batch_size": self.batch_size,
             "shuffle": self._shuffle,
             "epochs_before": self._epochs_before,
+            "batches": self.batches_per_epoch,
+            "has_steps": self._steps is not None,
         }
 
     def go_to(self, position, state, *, fast_forward):
         """Go to a place in the same arrays, also with another batch size."""
         del fast_forward
         self._epochs_before = state.get("epochs_before", 0)
-        if not position.is_amid_epoch or state == self.get_state():
+        now = self.get_state()
+        if position.is_amid_epoch:
+            require_same(["samples", "shuffle"], position, state, now)
+        require_same_epochs(["batches", "batch_size"], position, state, now)
+        if not position.is_amid_epoch:
             return
-        for name in ("samples", "shuffle"):
-            before, now = state.get(name), self.get_state()[name]
-            if before != now:
-                raise errors.DataError(
-                    errors.OTHER_DATA.format(
-                        what=name,
-                        before=before,
-                        now=now,
-                        epoch=position.epoch,
-                        batches=position.batches,
-                    )
-                )
         seen = position.batches * state["batch_size"]
         batches, rest = divmod(seen, self.batch_size)
-        if rest or self._steps is not None:
+        if rest:
             raise errors.DataError(
                 errors.OTHER_BATCH_SIZE.format(
                     before=state["batch_size"],

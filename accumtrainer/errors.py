@@ -204,6 +204,13 @@ OTHER_DATA = (
     "the end of an epoch."
 )
 
+OTHER_STEPS = (
+    "Epochs of a fixed number of batches must stay as they were when a run "
+    "goes on, because each begins where the last one stopped. Received: "
+    "{what}={now!r}, and {what}={before!r} when batch {batches} of epoch "
+    "{epoch} was saved. Give the same steps_per_epoch and batch_size."
+)
+
 OTHER_BATCH_SIZE = (
     "batch_size must divide the samples already seen when a run goes on amid "
     "an epoch. Received: batch_size={now}, and batch_size={before} before, "

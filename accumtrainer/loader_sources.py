@@ -20,7 +20,14 @@ from accumtrainer.batches import (
 )
 from accumtrainer.keras_api import tree
 from accumtrainer.position import fingerprint
-from accumtrainer.source import Source, check_sizes, passes, permutation
+from accumtrainer.source import (
+    Source,
+    check_sizes,
+    passes,
+    permutation,
+    require_same,
+    require_same_epochs,
+)
 
 # Datasets of Grain that repeat forever are a part of `sys.maxsize` long.
 ENDLESS = 2**40
@@ -107,6 +114,7 @@ class PyDatasetSource(Source):
             "batches": self.batches_per_epoch,
             "shuffle": self._shuffle,
             "epochs_before": self._epochs_before,
+            "has_steps": self._steps is not None,
         }
 
     def go_to(self, position, state, *, fast_forward):
@@ -117,17 +125,10 @@ class PyDatasetSource(Source):
         """
         del fast_forward
         self._epochs_before = state.get("epochs_before", 0)
-        if position.is_amid_epoch and state != self.get_state():
-            name = next(k for k, v in self.get_state().items() if state[k] != v)
-            raise errors.DataError(
-                errors.OTHER_DATA.format(
-                    what=name,
-                    before=state[name],
-                    now=self.get_state()[name],
-                    epoch=position.epoch,
-                    batches=position.batches,
-                )
-            )
+        now = self.get_state()
+        if position.is_amid_epoch:
+            require_same(["batches", "shuffle"], position, state, now)
+        require_same_epochs(["batches"], position, state, now)
         for _ in range(position.epoch):
             self._dataset.on_epoch_begin()
             self._dataset.on_epoch_end()

@@ -116,6 +116,43 @@ def permutation(size, seed, pass_index):
     return order.astype(np.intp, copy=False)
 
 
+def require_same(names, position, before, now, message=errors.OTHER_DATA):
+    """Refuse to go on with a source that differs from the one of a saved run.
+
+    Args:
+        names: which parts of the states have to be the same.
+        position: `Position` that was saved.
+        before: what `get_state` returned then.
+        now: what it returns now.
+        message: str, why they have to.
+
+    Raises:
+        DataError: one is not the same.
+    """
+    for name in names:
+        if before.get(name) != now[name]:
+            raise errors.DataError(
+                message.format(
+                    what=name,
+                    before=before.get(name),
+                    now=now[name],
+                    epoch=position.epoch,
+                    batches=position.batches,
+                )
+            )
+
+
+def require_same_epochs(names, position, before, now):
+    """Refuse epochs of some steps that would begin elsewhere in the data.
+
+    See `require_same`; nothing has to be the same at the very beginning, nor
+    where epochs are passes over the data.
+    """
+    is_begun = position.epoch or position.is_amid_epoch
+    if is_begun and (before.get("has_steps") or now["has_steps"]):
+        require_same(names, position, now | before, now, errors.OTHER_STEPS)
+
+
 def check_ends(source, argument, others=""):
     """Refuse a source whose epochs are known never to end.
 

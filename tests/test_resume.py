@@ -612,6 +612,30 @@ def test_another_batch_size_goes_on_from_the_same_sample(tmp_path):
         )
 
 
+@pytest.mark.parametrize("end", [{"max_updates": 1}, {"epochs": 1}])
+@pytest.mark.parametrize("fit", [fit_arrays, fit_dataset])
+def test_other_steps_per_epoch_would_go_elsewhere(fit, end, tmp_path):
+    fit(plain(), steps_per_epoch=4, callbacks=[Checkpoint(tmp_path)], **end)
+    for steps in (6, None):
+        with pytest.raises(DataError, match="batches=6, and batches=4"):
+            fit(plain(), steps_per_epoch=steps, resume_from=tmp_path)
+
+
+def test_steps_per_epoch_count_batches_of_one_size(tmp_path):
+    fit_arrays_by_steps(plain(), epochs=1, callbacks=[Checkpoint(tmp_path)])
+    with pytest.raises(DataError, match="batch_size=2, and batch_size=4"):
+        fit_arrays_by_steps(plain(), batch_size=2, resume_from=tmp_path)
+
+
+def test_steps_per_epoch_of_a_whole_pass_may_be_left_out(tmp_path):
+    checkpoint = Checkpoint(tmp_path, Every(1, "updates"))
+    options = {"epochs": 2, "steps_per_epoch": 6}
+    fit_arrays(plain(), callbacks=[checkpoint], max_updates=4, **options)
+    trainer = plain()
+    fit_arrays(trainer, epochs=2, resume_from=tmp_path)
+    assert trainer.progress.samples == 2 * len(X)
+
+
 def test_a_generator_is_refused_unless_it_may_be_run_through(tmp_path):
     checkpoint = Checkpoint(tmp_path, Every(1, "updates"))
     fit_generator(make_trainer(), callbacks=[checkpoint], max_updates=2)
