@@ -95,12 +95,14 @@ class PyDatasetSource(Source):
         self._reader = _Reader(class_weight)
         self._steps = steps
         self._epochs_before = epochs_before
+        self._epochs_begun = 0
         self.is_endless = steps is None and _num_batches(dataset) is None
         self.batches_per_epoch = steps or _num_batches(dataset)
 
     def iterate(self, epoch, start=0):
         """Yield the `Batch`es of one epoch, loading ahead with threads."""
-        self._dataset.on_epoch_begin()
+        if not start:
+            self._begin_epoch()
         made = start
         for item in self._load(self._indices(epoch, start)):
             yield self._reader.read(item, epoch, made)
@@ -115,13 +117,15 @@ class PyDatasetSource(Source):
             "shuffle": self._shuffle,
             "epochs_before": self._epochs_before,
             "has_steps": self._steps is not None,
+            "epochs_begun": self._epochs_begun,
         }
 
     def go_to(self, position, state, *, fast_forward):
         """Go to a batch by its index, past the ends of earlier epochs.
 
-        The dataset is told of those epochs, in case it keeps an order of its
-        own. A batch that has changed since is warned about.
+        The dataset is told again of the epochs it has been told of, in case
+        it keeps an order of its own. A batch that has changed since is warned
+        about.
         """
         del fast_forward
         self._epochs_before = state.get("epochs_before", 0)
@@ -129,11 +133,13 @@ class PyDatasetSource(Source):
         if position.is_amid_epoch:
             require_same(["batches", "shuffle"], position, state, now)
         require_same_epochs(["batches"], position, state, now)
-        for _ in range(position.epoch):
-            self._dataset.on_epoch_begin()
+        # A source of another kind has told no dataset of anything.
+        for _ in range(state.get("epochs_begun", 0) - position.is_amid_epoch):
+            self._begin_epoch()
             self._dataset.on_epoch_end()
         if not position.is_amid_epoch:
             return
+        self._begin_epoch()
         index = next(self._indices(position.epoch, position.batches - 1))
         item = _read(self._dataset[index], self._class_weight)
         if position.last not in (None, fingerprint(item)):
@@ -142,6 +148,10 @@ class PyDatasetSource(Source):
     def window(self, items, micro_batch_size):
         """Stack batches, or slice the single one."""
         return window_of_batches(items, micro_batch_size)
+
+    def _begin_epoch(self):
+        self._dataset.on_epoch_begin()
+        self._epochs_begun += 1
 
     def _indices(self, epoch, start):
         batches = _num_batches(self._dataset)
@@ -227,7 +237,7 @@ class IterableSource(Source):
         self._steps = steps
         self.is_endless = steps is None and _is_endless(iterable)
         self._iterator = None
-        self._taken = 0
+        self._taken = self._times_begun = 0
         self.is_one_shot = isinstance(iterable, Iterator)
         self.batches_per_epoch = steps or length
 
@@ -246,7 +256,7 @@ class IterableSource(Source):
 
     def get_state(self):
         """Return how much was taken, and what the iterator says of itself."""
-        state = {"taken": self._taken}
+        state = {"taken": self._taken, "times_begun": self._times_begun}
         if isinstance(self._iterator, KnowsItsPlace):
             state["iterator"] = self._iterator.get_state()
         return state
@@ -262,6 +272,7 @@ class IterableSource(Source):
             if position.is_amid_epoch or self.is_one_shot:
                 self._begin(is_new=True)
                 self._iterator.set_state(state["iterator"])
+            self._times_begun = state["times_begun"]
             return
         if not self._taken:
             return
@@ -274,8 +285,8 @@ class IterableSource(Source):
             item = _last(islice(self._begin(is_new=True), self._taken))
             self._check_same(item, position.last or None, position)
             return
-        for _ in range(position.epoch):
-            items = iter(self._iterable)
+        for _ in range(state["times_begun"] - position.is_amid_epoch):
+            items = self._begin(is_new=True)
             first = next(items, None)
             if fast_forward:
                 _last(items)
@@ -284,7 +295,7 @@ class IterableSource(Source):
             self._check_same(
                 _last(islice(items, position.batches)), position.last, position
             )
-        elif position.epoch:
+        else:
             self._check_same(first, position.first, position)
 
     def _check_same(self, item, expected, position):
@@ -310,19 +321,21 @@ class IterableSource(Source):
             self._iterator = self._iterable
         elif is_new or self._iterator is None:
             is_one_row = self._steps is not None
-            items = _repeat(self._iterable) if is_one_row else self._iterable
-            self._iterator = iter(items)
+            self._iterator = self._repeat() if is_one_row else self._iter()
         return self._iterator
 
+    def _iter(self):
+        self._times_begun += 1
+        return iter(self._iterable)
 
-def _repeat(iterable):
-    """Yield the items of an iterable over and over, until it has none."""
-    is_empty = False
-    while not is_empty:
-        is_empty = True
-        for item in iterable:
-            is_empty = False
-            yield item
+    def _repeat(self):
+        """Yield the items over and over, until there are none."""
+        is_empty = False
+        while not is_empty:
+            is_empty = True
+            for item in self._iter():
+                is_empty = False
+                yield item
 
 
 def _last(items):

@@ -105,6 +105,18 @@ def fit_dataset(trainer, **options):
     return trainer.fit(Batches(), **{"epochs": 3, "verbose": 0} | options)
 
 
+class OftenShuffled(Batches):
+    """Shuffles its own order before every epoch, too."""
+
+    def on_epoch_begin(self):
+        self.order = self.rng.permutation(24)
+
+
+def fit_later_epochs_of_dataset(trainer, **options):
+    options = {"epochs": 5, "initial_epoch": 2, "verbose": 0} | options
+    return trainer.fit(OftenShuffled(), **options)
+
+
 def list_batches():
     return [(X[i : i + 4], Y[i : i + 4]) for i in range(0, 24, 4)]
 
@@ -112,6 +124,22 @@ def list_batches():
 def fit_list(trainer, **options):
     batches = list_batches()
     return trainer.fit(batches, **{"epochs": 3, "verbose": 0} | options)
+
+
+class Shuffled:
+    """Yields batches in another order every time, drawn from a seed."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(5)
+
+    def __iter__(self):
+        batches = list_batches()
+        return (batches[i] for i in self.rng.permutation(len(batches)))
+
+
+def fit_later_epochs(trainer, **options):
+    options = {"epochs": 5, "initial_epoch": 2, "verbose": 0} | options
+    return trainer.fit(Shuffled(), **options)
 
 
 def fit_list_by_steps(trainer, **options):
@@ -192,6 +220,8 @@ RUNS = {
     "list": (plain, fit_list),
     "list_by_steps": (plain, fit_list_by_steps),
     "generator": (plain, fit_generator),
+    "later_epochs": (plain, fit_later_epochs),
+    "later_epochs_of_dataset": (plain, fit_later_epochs_of_dataset),
 }
 
 

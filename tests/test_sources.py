@@ -399,6 +399,19 @@ def test_pydataset_is_told_of_its_epochs():
     assert dataset.calls == ["begin", "end", "begin", "end"]
 
 
+def test_pydataset_is_told_of_as_many_epochs_where_a_run_goes_on():
+    source = make_source(Rows(3))
+    epoch_of(source, 5)
+    next(source.iterate(6))
+    state, dataset = source.get_state(), Rows(3)
+    again = make_source(dataset)
+    again.go_to(Position(epoch=6, batches=1), state, fast_forward=False)
+    assert dataset.calls == ["begin", "end", "begin"]
+    assert again.get_state() == state
+    list(again.iterate(6, 1))
+    assert dataset.calls == ["begin", "end", "begin", "end"]
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_endless_pydataset_goes_on_over_epochs(workers):
     source = make_source(EndlessRows(workers=workers), steps=3)
@@ -486,7 +499,7 @@ def test_share_goes_to_its_place_by_the_number_of_batches():
     for _ in range(2):
         position.take(next(items))
     state = share.get_state()
-    assert state == {"processes": 2, "taken": 2}
+    assert state == {"processes": 2, "taken": 2, "times_begun": 0}
     position = Position.of_state(position.get_state())
     for is_chief in (True, False):
         again = share_of(make_source(Placed(), steps=3), is_chief=is_chief)
