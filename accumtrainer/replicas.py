@@ -50,32 +50,77 @@ def share_out(window, replicas):
         replicas: int.
 
     Returns:
-        `Shares`; of a window that processes have shares of, those of this
-        process's replicas.
+        Pair. `Shares`; of a window that processes have shares of, those of
+        this process's replicas. And for each of the micro-batches in them,
+        in the order they are run in, a pair: of which micro-batch of the
+        window it is a part, and how many replicas have a share of it.
 
     Example:
         >>> from accumtrainer.batches import window_of_rows
         >>> window = window_of_rows(Batch(np.zeros([11, 2])), (4, 4, 3))
-        >>> shares = share_out(window, 2)
+        >>> shares, parts = share_out(window, 2)
         >>> [batch.x.shape for batch in shares.split]
         [(2, 4, 2), (1, 2, 2)]
         >>> [batch.x.shape for batch in shares.copied]
         [(1, 1, 2)]
+        >>> parts
+        [(0, 2), (1, 2), (2, 2), (2, 1)]
     """
     if window.is_even and window.sizes[0] % replicas == 0:
-        return Shares((window.stacked,), ())
-    parts = window.split()
+        parts = [(index, replicas) for index in range(window.micro_batches)]
+        return Shares((window.stacked,), ()), parts
     own = replicas // window.processes
     shares = [size // replicas for size in window.sizes]
-    split, copied = [], []
-    for part, share in zip(parts, shares, strict=True):
+    split, copied, split_of, copied_of = [], [], [], []
+    for index, (batch, share) in enumerate(
+        zip(window.split(), shares, strict=True)
+    ):
         if share:
-            split.append(_rows(part, 0, share * own))
+            split.append(_rows(batch, 0, share * own))
+            split_of.append((index, replicas))
         # What a replica has memory for.
         size = max(*shares, 1)
-        for start in range(share * own, count_samples(part), size):
-            copied.append(_rows(part, start, start + size))
-    return Shares(_stack_alike(split), _stack_alike(copied))
+        for start in range(share * own, count_samples(batch), size):
+            copied.append(_rows(batch, start, start + size))
+            copied_of.append((index, 1))
+    shares = Shares(_stack_alike(split), _stack_alike(copied))
+    return shares, split_of + copied_of
+
+
+def join_parts(rows, parts):
+    """Put what is known of parts of micro-batches together again.
+
+    Losses are means by weight, weights add up. Norms of gradients are root
+    mean squares over all that have one, their factors means.
+
+    Args:
+        rows: array `[n, 2]` or `[n, 4]`, float32, see `Passes.run`.
+        parts: list of n pairs, see `share_out`.
+
+    Returns:
+        Array `[k, 2]` or `[k, 4]`, float32.
+
+    Example:
+        >>> rows = np.array([[1.0, 4.0], [2.0, 2.0], [5.0, 1.0]], "float32")
+        >>> join_parts(rows, [(0, 2), (1, 2), (1, 1)]).tolist()
+        [[1.0, 4.0], [3.0, 3.0]]
+    """
+    indices, replicas = np.transpose(parts)
+
+    def mean(values, weights):
+        sums, totals = (
+            np.bincount(indices, v) for v in (values * weights, weights)
+        )
+        zeros = np.zeros_like(sums)
+        return np.divide(sums, totals, out=zeros, where=totals != 0)
+
+    loss, weight, *rest = np.asarray(rows, "float64").T
+    columns = [mean(loss, weight), np.bincount(indices, weight)]
+    if rest:
+        norm, factor = rest
+        columns.append(np.sqrt(mean(norm * norm, replicas)))
+        columns.append(mean(factor, replicas))
+    return np.stack(columns, axis=1).astype("float32")
 
 
 def _rows(batch, start, stop):

@@ -53,8 +53,8 @@ class SharedWindow:
 
         Returns:
             Pair: the sums of gradients, list of tensors, float32; and a
-            tensor `[k, n]` of the numbers of micro-batches, see
-            `Passes.run`, each of all replicas together.
+            tensor `[k, n]` of the numbers of what was run, see `Passes.run`,
+            each of all replicas that count it together.
         """
         merger = self._merger
 
@@ -69,7 +69,7 @@ class SharedWindow:
             weights = layer.window_weights
             if weights and all(id(weight) in known for weight in weights):
                 layer.merge([known[id(weight)] for weight in weights])
-        return sums, _mean_rows(rows, self._backend.replicas)
+        return sums, _mean_rows(rows)
 
     def _sum_over_replicas(self, function, shares):
         moving = [*self._merger.variables, *self._variables.start]
@@ -98,11 +98,12 @@ class SharedWindow:
 
         for stacked in shares.split:
             row, sums = run(stacked, begun, sums)
-            rows.append(row)
+            rows.append(_weighed_rows(row, self._backend.replicas))
             begun += length(stacked)
         before, others = sums, self._merger.added()
         for stacked in shares.copied:
             row, sums = run(stacked, begun, sums)
+            row = _weighed_rows(row, 1)
             rows.append(ops.where(is_first, row, ops.zeros_like(row)))
             begun += length(stacked)
         if shares.copied:
@@ -111,7 +112,7 @@ class SharedWindow:
                 ops.where(is_first, new, old)
                 for new, old in zip(sums, before, strict=True)
             ]
-        return list(sums), _weighed_rows(ops.concatenate(rows, axis=0))
+        return list(sums), ops.concatenate(rows, axis=0)
 
     def _totals_of_one(self, shares, share):
         begun, totals = 0, 0.0
@@ -161,19 +162,19 @@ def _merging_rules(hooks, state, survey, passes, tally):
     ]
 
 
-def _weighed_rows(rows):
-    """Turn the numbers of micro-batches into what adds up over replicas."""
+def _weighed_rows(rows, replicas):
+    """Turn numbers into what adds up over the replicas that count them."""
     loss, weight, *rest = ops.unstack(rows, rows.shape[1], axis=1)
     if rest:
         norm, factor = rest
-        rest = [norm * norm, factor]
+        rest = [norm * norm / replicas, factor / replicas]
     return ops.stack([loss * weight, weight, *rest], axis=1)
 
 
-def _mean_rows(rows, replicas):
+def _mean_rows(rows):
     """Undo that: losses are means by weight, norms root mean squares."""
     loss, weight, *rest = ops.unstack(rows, rows.shape[1], axis=1)
     if rest:
         norm, factor = rest
-        rest = [ops.sqrt(norm / replicas), factor / replicas]
+        rest = [ops.sqrt(norm), factor]
     return ops.stack([ops.divide_no_nan(loss, weight), weight, *rest], axis=1)

@@ -229,8 +229,9 @@ class WindowProgram:
             shares: `Shares` of tensors.
 
         Returns:
-            As `run_window`. The loss of each micro-batch is that of all
-            replicas, and so is its weight.
+            As `run_window`. There is a row for every part of a micro-batch
+            that `share_out` has made; its loss is that of all replicas that
+            have a share of it, and so is its weight.
         """
         share, is_even = share_of(shares, self._backend.replicas)
         weighing = self._weighing(is_even=is_even)

@@ -11,6 +11,7 @@ from quickest import JIT_COMPILE
 
 from accumtrainer import (
     Accumulation,
+    Callback,
     LossScale,
     Trainer,
     WeightedLoss,
@@ -414,6 +415,43 @@ def test_on_accumulate_sees_one_share_and_on_apply_the_sum(rng):
     )
 
 
+class Told(Callback):
+    """Keeps what it is told of micro-batches."""
+
+    needs_gradient_norms = True
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def on_micro_batch(self, index, logs=None):
+        self.rows.append(logs)
+
+
+@pytest.mark.parametrize("sizes", [(3, 8), (8, 5, 2), (1, 4)])
+def test_callbacks_are_told_of_micro_batches_as_on_one_device(rng, sizes):
+    x, y = targets(rng, sum(sizes))
+    y[: sizes[0]] += 10.0
+    ends = np.cumsum(sizes)[:-1]
+    batches = list(zip(np.split(x, ends), np.split(y, ends), strict=True))
+    told = []
+    for count in (1, 4):
+        trainer = make_trainer(count, make_mlp, accumulation=len(sizes))
+        callback = Told()
+        trainer.fit(batches, verbose=0, callbacks=[callback])
+        told.append(callback.rows)
+        assert len(callback.rows) == len(sizes)
+        assert len(trainer.micro_batch_logs["loss"]) == len(sizes)
+    for name in ("loss", "weight"):
+        one, several = ([row[name] for row in rows] for rows in told)
+        np.testing.assert_allclose(several, one, rtol=1e-5, err_msg=name)
+    if sizes[0] == 1:
+        # A row that one replica counts has the gradient it has on one device.
+        for name in ("gradient_norm", "gradient_weight"):
+            one, several = (rows[0][name] for rows in told)
+            assert several == pytest.approx(one, rel=1e-5)
+
+
 def copies_of(variable):
     """List the values that the devices hold of a variable."""
     if BACKEND == "jax":
@@ -579,15 +617,21 @@ def test_what_keeps_to_one_device_is_refused(rng):
 )
 def test_rows_are_split_evenly_or_copied(sizes, replicas, split, copied):
     rows = np.arange(sum(sizes))
-    shares = share_out(window_of_rows(Batch(rows), sizes), replicas)
+    shares, parts = share_out(window_of_rows(Batch(rows), sizes), replicas)
     assert [batch.x.shape for batch in shares.split] == split
     assert [batch.x.shape for batch in shares.copied] == copied
     found = [b.x.ravel() for b in (*shares.split, *shares.copied)]
     assert sorted(np.concatenate(found).tolist()) == rows.tolist()
+    ends = np.cumsum(sizes)
+    run = [row for b in (*shares.split, *shares.copied) for row in b.x]
+    for (index, count), row in zip(parts, run, strict=True):
+        assert set(np.searchsorted(ends, row, side="right")) == {index}
+        assert count == (replicas if len(row) % replicas == 0 else 1)
 
 
 def test_process_shares_out_its_share_among_its_own_replicas():
     window = window_of_rows(Batch(np.arange(10)), (4, 4, 2)).as_share(3)
-    shares = share_out(window, 6)
+    shares, parts = share_out(window, 6)
     assert [batch.x.shape for batch in shares.split] == [(2, 4), (1, 2)]
     assert not shares.copied
+    assert parts == [(0, 6), (1, 6), (2, 6)]

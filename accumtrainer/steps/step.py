@@ -5,7 +5,7 @@ import functools
 import numpy as np
 
 from accumtrainer.keras_api import ops
-from accumtrainer.replicas import share_out
+from accumtrainer.replicas import join_parts, share_out
 
 CLOCKS = (
     "learning_rate",
@@ -27,13 +27,17 @@ class Report:
         layout: `_Layout` of the packed values.
         packed: what a compiled function returned.
         micro_batches: list of k tensors `[n]` or one tensor `[k, n]`: the
-            first n `MICRO_BATCH_NUMBERS` of each micro-batch.
+            first n `MICRO_BATCH_NUMBERS` of each micro-batch, or of each
+            part of one.
+        parts: list of what `share_out` says of the parts, `None` where there
+            are whole micro-batches.
     """
 
-    def __init__(self, layout, packed, micro_batches):
+    def __init__(self, layout, packed, micro_batches, parts=None):
         self._layout = layout
         self._packed = packed
         self._micro_batches = micro_batches
+        self._parts = parts
         self._numbers = None
 
     def section(self, name):
@@ -100,7 +104,10 @@ class Report:
         rows = self._micro_batches
         if isinstance(rows, list):
             rows = [np.asarray(row) for row in rows]
-        columns = np.asarray(rows).T
+        rows = np.asarray(rows)
+        if self._parts is not None:
+            rows = join_parts(rows, self._parts)
+        columns = rows.T
         return dict(zip(MICRO_BATCH_NUMBERS, columns, strict=False))
 
 
@@ -196,23 +203,24 @@ class Step:
             `Report`.
         """
         if self._backend.replicas > 1:
-            shares = self._share_out(window)
-            return self._run_fused(self._program.run_shares, shares)
+            shares, parts = self._share_out(window)
+            return self._run_fused(self._program.run_shares, shares, parts)
         if window.is_even and self._is_fused(window):
             return self._run_fused(self._program.run_window, window.stacked)
         return self._run_streamed(window)
 
     def _share_out(self, window):
-        shares = share_out(window, self._backend.replicas)
-        return self._backend.place(shares, is_own=window.processes > 1)
+        shares, parts = share_out(window, self._backend.replicas)
+        is_own = window.processes > 1
+        return self._backend.place(shares, is_own=is_own), parts
 
     def _is_fused(self, window):
         # Nothing loops over a single micro-batch.
         return self._plan.name == "fused" or window.micro_batches == 1
 
-    def _run_fused(self, run_whole, argument):
+    def _run_fused(self, run_whole, argument, parts=None):
         packed, rows = self._fused_function(run_whole)(argument)
-        return Report(self._layout, packed, rows)
+        return Report(self._layout, packed, rows, parts)
 
     def _fused_function(self, run_whole):
         def run(argument):
@@ -238,7 +246,7 @@ class Step:
                 lambda: self.gradients(window), program.variables
             )
         if backend.replicas > 1:
-            shares = self._share_out(window)
+            shares, _ = self._share_out(window)
             return self._fused_function(program.run_shares).peak_bytes(shares)
         if window.is_even and self._is_fused(window):
             fused = self._fused_function(program.run_window)
