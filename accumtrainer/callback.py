@@ -258,10 +258,6 @@ class Dispatcher:
         """Say whether any callback overrides the hook called `name`."""
         return bool(self._listeners[name])
 
-    def looks(self, name):
-        """Say whether a callback at this hook may look at the model."""
-        return name in self._looked_at
-
     def call(self, name, *args):
         """Call one hook of every callback that overrides it.
 

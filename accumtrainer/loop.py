@@ -190,6 +190,7 @@ class FitLoop:
             trainer.optimizer.finalize_variable_values(
                 trainer.model.trainable_variables
             )
+        self._interruption.check()  # of while callbacks were closed
         return self._dispatcher.history
 
     def _prepare(self):
@@ -332,12 +333,6 @@ class FitLoop:
         finally:
             self._engine.publish()
 
-    def _tell(self, hook, *arguments):
-        """Call a hook, with the model current for whoever looks at it."""
-        if self._dispatcher.looks(hook):
-            self._engine.publish()
-        self._dispatcher.call(hook, *arguments)
-
     def describe(self, first):
         """Say in one line what will happen.
 
@@ -469,7 +464,7 @@ class FitLoop:
         self._is_at_rest = False
         engine.start_epoch(epoch)
         self._validation_logs = {}
-        self._tell("on_epoch_begin", epoch, {})
+        self._dispatcher.call("on_epoch_begin", epoch, {})
         is_complete = self._run_windows(upcoming)
         engine.finish_epoch()
         # A carried tail can be all there is of an epoch.
@@ -478,7 +473,7 @@ class FitLoop:
         if self._validation and self._options.validates_after(epoch):
             self._validate()
         logs |= self._validation_logs
-        self._tell("on_epoch_end", epoch, logs)
+        self._dispatcher.call("on_epoch_end", epoch, logs)
         self._dispatcher.last_logs = logs
         position.begin_next_epoch()
         if is_complete:
@@ -526,7 +521,7 @@ class FitLoop:
 
     def _run_update(self, index, window):
         engine, dispatcher = self._engine, self._dispatcher
-        self._tell("on_train_batch_begin", index, {})
+        dispatcher.call("on_train_batch_begin", index, {})
         if any(map(dispatcher.listens, ("on_micro_batch", "on_accumulate"))):
             before = engine.progress
             report = engine.run_window(window)
@@ -536,9 +531,11 @@ class FitLoop:
         engine.count_window(engine.last_window)
         engine.count_seconds(self._before.seconds + self._seconds())
         if dispatcher.listens("on_apply"):
-            self._tell("on_apply", engine.progress.updates, engine.window_logs)
+            dispatcher.call(
+                "on_apply", engine.progress.updates, engine.window_logs
+            )
         logs = Logs(report.running_logs)
-        self._tell("on_train_batch_end", index, logs)
+        dispatcher.call("on_train_batch_end", index, logs)
 
     def _tell_of_plan(self):
         """Announce what a first window has shown of a size that was chosen."""
@@ -555,8 +552,8 @@ class FitLoop:
                 progress.micro_batches += 1
                 progress.samples += size
                 logs = {name: float(v[index]) for name, v in columns.items()}
-                self._tell("on_micro_batch", index, logs)
-                self._tell("on_accumulate", index, logs)
+                self._dispatcher.call("on_micro_batch", index, logs)
+                self._dispatcher.call("on_accumulate", index, logs)
 
     def _validate_if_due(self):
         every = self._options.validation_every
@@ -572,7 +569,7 @@ class FitLoop:
             return self._engine.evaluate(source, self._dispatcher)
 
         self._validation_logs = self._validation.run(evaluate)
-        self._tell(
+        self._dispatcher.call(
             "on_validation_end",
             self._engine.progress.updates,
             self._validation_logs,

@@ -361,6 +361,18 @@ def test_model_is_current_after_too_many_skipped_batches():
     assert all(np.isfinite(w).all() for w in trainer.model.get_weights())
 
 
+def test_ctrl_c_while_callbacks_are_closed_is_heeded(trainer):
+    import signal
+
+    class Interrupts(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            signal.raise_signal(signal.SIGINT)
+
+    x, y = np.ones([16, 3], "float32"), np.ones([16, 1], "float32")
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(x, y, batch_size=4, callbacks=[Interrupts()], verbose=0)
+
+
 def test_ctrl_c_amid_a_batch_loses_no_weights(monkeypatch):
     import signal
 
