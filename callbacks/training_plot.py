@@ -107,8 +107,7 @@ class TrainingPlot(Logger):
 
     def close(self):
         """Draw the last picture."""
-        if self._curves:
-            self._draw()
+        self._draw()
 
     def get_state(self):
         state = super().get_state()  # may write a point
@@ -132,6 +131,8 @@ class TrainingPlot(Logger):
             )
 
     def _draw(self):
+        if not _not_empty(self._curves):
+            return
         begun = self._clock()
         title = self.trainer.model.name
         try:

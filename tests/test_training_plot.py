@@ -82,6 +82,14 @@ def test_picture_of_a_run_without_a_finite_update_says_so(tmp_path):
     assert "3 skipped" in words(path)
 
 
+def test_picture_waits_for_a_number_that_is_finite(tmp_path):
+    path = tmp_path / "run.svg"
+    # The first point is that of the validation, and is to be drawn at once.
+    plot = TrainingPlot(path, every=Every(1, "epochs"), redraw_secs=0.0)
+    fit(plot, validation_data=(X, Y * np.nan), epochs=1)
+    assert "3 updates" in words(path)
+
+
 def test_picture_of_one_update_is_drawn(tmp_path):
     path = tmp_path / "run.svg"
     fit(TrainingPlot(path), max_updates=1)
