@@ -187,7 +187,7 @@ class Logger(Callback, abc.ABC):
         """Know nothing yet of what an epoch's end tells once more."""
         self._running = Logs()
         self._names_before = frozenset()
-        self._validated = frozenset()
+        self._validated: frozenset[str] = frozenset()
 
     def _names_of_updates(self):
         """Name what the last update's logs held, even before a resume."""

@@ -70,16 +70,16 @@ def share_out(window, replicas):
         parts = [(index, replicas) for index in range(window.micro_batches)]
         return Shares((window.stacked,), ()), parts
     own = replicas // window.processes
-    shares = [size // replicas for size in window.sizes]
+    counts = [size // replicas for size in window.sizes]
     split, copied, split_of, copied_of = [], [], [], []
     for index, (batch, share) in enumerate(
-        zip(window.split(), shares, strict=True)
+        zip(window.split(), counts, strict=True)
     ):
         if share:
             split.append(_rows(batch, 0, share * own))
             split_of.append((index, replicas))
         # What a replica has memory for.
-        size = max(*shares, 1)
+        size = max(*counts, 1)
         for start in range(share * own, count_samples(batch), size):
             copied.append(_rows(batch, start, start + size))
             copied_of.append((index, 1))
