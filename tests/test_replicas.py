@@ -282,6 +282,34 @@ def test_batch_statistics_are_averaged(rng):
     )
 
 
+class Remembering(keras.layers.Layer):
+    """Remembers that it has run, in a weight that is no float."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self._has_run = self.add_weight(
+            shape=[2], dtype=dtype, initializer="zeros", trainable=False
+        )
+
+    def call(self, inputs):
+        """Remember it in the second of two numbers."""
+        self._has_run.assign(ops.cast([0, 200], self._has_run.dtype))
+        return inputs
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8"])
+def test_weights_that_are_no_floats_are_those_of_one_device(rng, dtype):
+    def make_model():
+        return keras.Sequential(
+            [keras.Input([6]), Remembering(dtype), keras.layers.Dense(2)]
+        )
+
+    trainer = assert_same_training(make_model, *targets(rng, 6), 2)
+    (has_run,) = trainer.model.layers[0].weights
+    assert has_run.dtype == dtype
+    np.testing.assert_array_equal(ops.cast(has_run, "int32") != 0, [0, 1])
+
+
 def test_accumulated_statistics_are_those_of_the_whole_window(rng):
     def make_model():
         return keras.Sequential(

@@ -259,7 +259,11 @@ def _sum(outcome, strategy):
         The nest of sums, tensors of one device.
     """
     leaves = tree.flatten(outcome)
-    kinds = [strategy.experimental_local_results(v)[0].dtype for v in leaves]
+    dtypes = [strategy.experimental_local_results(v)[0].dtype for v in leaves]
+    kinds = [_summed_as(dtype) for dtype in dtypes]
+    leaves = strategy.run(
+        lambda leaves: list(map(tf.cast, leaves, kinds)), (leaves,)
+    )
     sums = {}
     for kind in dict.fromkeys(kinds):
         alike = [i for i, dtype in enumerate(kinds) if dtype == kind]
@@ -270,5 +274,13 @@ def _sum(outcome, strategy):
                 [(leaves[i], leaves[i]) for i in alike],
             )
         for position, value in zip(alike, reduced, strict=True):
-            sums[position] = strategy.experimental_local_results(value)[0]
+            total = strategy.experimental_local_results(value)[0]
+            sums[position] = tf.cast(total, dtypes[position])
     return tree.pack_sequence_as(outcome, [sums[i] for i in range(len(sums))])
+
+
+def _summed_as(dtype):
+    """Choose a dtype that TensorFlow can add up over devices."""
+    if not dtype.is_bool and not dtype.is_integer:
+        return dtype
+    return tf.int32 if dtype.size < 4 or dtype == tf.int32 else tf.int64
