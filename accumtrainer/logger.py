@@ -55,6 +55,8 @@ class Logger(Callback, abc.ABC):
     is_logger = True
     has_state = True
 
+    _validated: frozenset[str]
+
     def __init__(self, every=None):
         super().__init__()
         every = Every(10, "updates") if every is None else every
@@ -187,7 +189,7 @@ class Logger(Callback, abc.ABC):
         """Know nothing yet of what an epoch's end tells once more."""
         self._running = Logs()
         self._names_before = frozenset()
-        self._validated: frozenset[str] = frozenset()
+        self._validated = frozenset()
 
     def _names_of_updates(self):
         """Name what the last update's logs held, even before a resume."""
