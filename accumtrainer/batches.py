@@ -194,7 +194,7 @@ def as_arrays(nest, name):
 
 def _as_array(leaf, name):
     array = np.asarray(leaf)
-    if array.ndim == 0 or (array.dtype == object and not _is_text(array)):
+    if array.ndim == 0 or (array.dtype == object and not is_text(array)):
         raise TypeError(
             errors.NOT_AN_ARRAY.format(name=name, received=_describe(leaf))
         )
@@ -206,8 +206,16 @@ def _as_array(leaf, name):
     return array
 
 
-def _is_text(array):
-    return all(isinstance(value, (str, bytes)) for value in array.flat)
+def is_text(array):
+    """Say whether an array holds nothing but text: strings or bytes.
+
+    Example:
+        >>> is_text(np.array(["a"])), is_text(np.array(["a", None]))
+        (True, False)
+    """
+    return array.dtype.kind in "OSU" and all(
+        isinstance(value, (str, bytes)) for value in array.flat
+    )
 
 
 def _describe(leaf):

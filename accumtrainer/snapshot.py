@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from accumtrainer import errors
-from accumtrainer.batches import Batch, map_leaves
+from accumtrainer.batches import Batch, is_text, map_leaves
 from accumtrainer.keras_api import ops
 
 PARTS = ("model", "optimizer", "state", "tracked", "metrics", "means")
@@ -92,6 +92,10 @@ def blank(nest):
 
 def _zeros(shape, dtype):
     return np.zeros(shape, dtype) if dtype != "object" else np.full(shape, "")
+
+
+def _text(shape, dtype, cells):
+    return np.array(cells, dtype).reshape(shape)
 
 
 def copy_to_host(variables):
@@ -181,7 +185,7 @@ def encode(value, arrays, name):
     Args:
         value: nest of dicts, lists, tuples, `Batch`es, numbers, strings,
             bytes, `None` and arrays.
-        arrays: dict, to which the arrays found are added.
+        arrays: dict, to which the arrays of numbers found are added.
         name: str, how to call them.
 
     Returns:
@@ -207,6 +211,10 @@ def encode(value, arrays, name):
         return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, Blank):
         return {"blank": [list(value.shape), value.dtype]}
+    if isinstance(value, np.ndarray) and is_text(value):
+        # Files of arrays know numbers alone.
+        cells = encode(value.ravel().tolist(), arrays, name)
+        return {"text": [list(value.shape), value.dtype.str, cells]}
     if isinstance(value, np.ndarray) and value.dtype != object:
         arrays[name] = np.array(value, order="C")
         return {"array": name}
@@ -242,6 +250,7 @@ def decode(value, arrays):
 
 DECODERS = {
     "array": lambda name, arrays: arrays[name],
+    "text": lambda parts, arrays: _text(*decode(parts, arrays)),
     "blank": lambda parts, arrays: _zeros(*parts),
     "float": lambda text, arrays: float(text),
     "bytes": lambda text, arrays: base64.b64decode(text),

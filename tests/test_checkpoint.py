@@ -1,5 +1,6 @@
 """Claims about snapshots on disk: whole or not at all, and checked."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -55,7 +56,7 @@ plain_values = st.recursive(
         | st.dictionaries(st.text(max_size=5), inner, max_size=3)
         | st.dictionaries(st.integers(0, 9), inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["array", "tuple", "float", "dict"]),
+            st.sampled_from(["array", "text", "tuple", "float", "dict"]),
             inner,
             max_size=2,
         )
@@ -82,9 +83,34 @@ def test_arrays_batches_and_blanks_survive_with_their_dtypes():
     assert np.isnan(nan)
 
 
-def test_what_cannot_be_saved_is_refused_by_name():
-    with pytest.raises(TypeError, match="x/hook of type function"):
-        encode({"hook": lambda: None}, {}, "x")
+@pytest.mark.parametrize(
+    "text",
+    [
+        np.array([["no", "no, no"], ["", "é"]]),
+        np.array([["no", "no, no"], ["", "é"]], object),
+        np.array([b"no", b"\xff\x00no"], "S5"),
+        np.array(["no", b"\xff\x00"], object),
+        np.zeros([0, 2], "U3"),
+    ],
+    ids=["text", "objects", "bytes", "both", "empty"],
+)
+def test_arrays_of_text_survive_a_checkpoint(tmp_path, text):
+    snapshot = dataclasses.replace(
+        make_snapshot(), position={"carried": [Batch(text)]}
+    )
+    write_checkpoint(tmp_path / "a", snapshot)
+    (batch,) = read_checkpoint(tmp_path / "a").position["carried"]
+    assert batch.x.dtype == text.dtype and batch.x.shape == text.shape
+    assert batch.x.tolist() == text.tolist()
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [(lambda: None, "function"), (np.array([{1}, "no"], object), "ndarray")],
+)
+def test_what_cannot_be_saved_is_refused_by_name(value, kind):
+    with pytest.raises(TypeError, match=f"x/hook of type {kind}"):
+        encode({"hook": value}, {}, "x")
 
 
 def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path):

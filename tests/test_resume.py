@@ -20,6 +20,7 @@ from accumtrainer import (
     Trainer,
 )
 from accumtrainer.callbacks import Checkpoint
+from accumtrainer.checkpoint import read_checkpoint
 from accumtrainer.keras_api import BACKEND, keras, ops
 from accumtrainer.snapshot import PARTS
 
@@ -299,6 +300,37 @@ def test_a_second_run_in_pieces_goes_on_in_its_order(fit, updates, tmp_path):
     resumed = plain()
     fit(resumed, epochs=2, resume_from=tmp_path)
     assert_same(resumed, whole)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="JAX has no text")
+def test_a_run_goes_on_with_a_carried_tail_of_text(tmp_path):
+    def make():
+        keras.utils.set_random_seed(1)
+        layers = [
+            keras.layers.StringLookup(vocabulary=["a", "b"]),
+            keras.layers.Embedding(3, 2),
+            keras.layers.Dense(1),
+        ]
+        return Trainer(
+            keras.Sequential([keras.Input([], dtype="string"), *layers]),
+            optimizer="adam",
+            loss="mse",
+            accumulation=Accumulation(steps=2, tail="carry"),
+            run_eagerly=RUN_EAGERLY,
+        )
+
+    def fit(trainer, **options):
+        batches = [(np.array([text, "é"]), Y[:2, :1]) for text in "abc"]
+        trainer.fit(batches, epochs=2, verbose=0, **options)
+
+    whole, checkpoint = make(), Checkpoint(tmp_path, Every(1, "epochs"))
+    fit(whole, callbacks=[checkpoint])
+    first = tmp_path / checkpoint.checkpoints.names()[0]
+    (carried,) = read_checkpoint(first).position["carried"]
+    assert carried.x.tolist() == ["c", "é"]
+    pieces = make()
+    fit(pieces, resume_from=first)
+    assert_same(pieces, whole)
 
 
 def test_a_finished_run_is_left_as_it_is(tmp_path):
