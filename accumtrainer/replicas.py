@@ -70,21 +70,19 @@ def share_out(window, replicas):
         parts = [(index, replicas) for index in range(window.micro_batches)]
         return Shares((window.stacked,), ()), parts
     own = replicas // window.processes
-    counts = [size // replicas for size in window.sizes]
-    split, copied, split_of, copied_of = [], [], [], []
+    shares = [size // replicas for size in window.sizes]
+    split, copied = [], []
     for index, (batch, share) in enumerate(
-        zip(window.split(), counts, strict=True)
+        zip(window.split(), shares, strict=True)
     ):
         if share:
-            split.append(_rows(batch, 0, share * own))
-            split_of.append((index, replicas))
+            split.append((_rows(batch, 0, share * own), (index, replicas)))
         # What a replica has memory for.
-        size = max(*counts, 1)
+        size = max(*shares, 1)
         for start in range(share * own, count_samples(batch), size):
-            copied.append(_rows(batch, start, start + size))
-            copied_of.append((index, 1))
-    shares = Shares(_stack_alike(split), _stack_alike(copied))
-    return shares, split_of + copied_of
+            copied.append((_rows(batch, start, start + size), (index, 1)))
+    parts = [part for _, part in split + copied]
+    return Shares(_stack_alike(split), _stack_alike(copied)), parts
 
 
 def join_parts(rows, parts):
@@ -107,15 +105,16 @@ def join_parts(rows, parts):
     """
     indices, replicas = np.transpose(parts)
 
+    def total(values):
+        return np.bincount(indices, values)
+
     def mean(values, weights):
-        sums, totals = (
-            np.bincount(indices, v) for v in (values * weights, weights)
-        )
-        zeros = np.zeros_like(sums)
-        return np.divide(sums, totals, out=zeros, where=totals != 0)
+        sums, totals = total(values * weights), total(weights)
+        nothing = np.zeros_like(sums)
+        return np.divide(sums, totals, out=nothing, where=totals != 0)
 
     loss, weight, *rest = np.asarray(rows, "float64").T
-    columns = [mean(loss, weight), np.bincount(indices, weight)]
+    columns = [mean(loss, weight), total(weight)]
     if rest:
         norm, factor = rest
         columns.append(np.sqrt(mean(norm * norm, replicas)))
@@ -127,10 +126,11 @@ def _rows(batch, start, stop):
     return map_leaves(lambda leaf: leaf[start:stop], batch)
 
 
-def _stack_alike(batches):
-    """Stack what comes one after another in the same shapes."""
+def _stack_alike(pairs):
+    """Stack the batches that come one after another in the same shapes."""
     groups = itertools.groupby(
-        batches, key=lambda batch: [leaf.shape for leaf in leaves(batch)]
+        [batch for batch, _ in pairs],
+        key=lambda batch: [leaf.shape for leaf in leaves(batch)],
     )
     return tuple(
         map_leaves(lambda *rows: np.stack(rows), *group) for _, group in groups
