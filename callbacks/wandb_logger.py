@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import secrets
 import sys
 import time
@@ -26,6 +27,9 @@ GATHER_SECS = 1.0
 
 MOST_UNREAD_POINTS = 200
 """Points that may wait with their numbers on the device."""
+
+NUMBER_OF_UPDATES = re.compile(r"update-(\d+)$")
+"""What the name of a checkpoint ends in."""
 
 START_SECS = 10.0
 TYPING_SECS = 60.0
@@ -86,7 +90,8 @@ class WandbLogger(Logger):
             updates.
         best: dict from names of metrics to `"min"` or `"max"`.
         log_checkpoints: a callback with `last_saved`, the directory it saved
-            last; each is sent as an artifact.
+            last; each is sent as an artifact, except one that is removed
+            before W&B has taken it.
         close_secs: seconds that W&B may take to finish when training ends.
         **init_options: what else `wandb.init` takes.
 
@@ -178,21 +183,17 @@ class WandbLogger(Logger):
         # Reading takes 0.2 ms, which the thread has and training has not.
         self._send(self._wandb.log, updates, numbers, best, time.time())
         self._send_plan_if_changed()
-        if self._last_saved() != self._uploaded:
-            self._uploaded = self._last_saved()
-            self.upload(self._uploaded)
         self._warn_of_failures()
 
+    def on_safe_point(self, reason, logs=None):
+        if self._is_open and self._background is not None:
+            self._send_new_checkpoint()
+
     def close(self):
-        background, self._background = self._background, None
-        if background is None:
+        if self._background is None:
             return
-        if self._last_saved() != self._uploaded:
-            background.do(
-                self._wandb.log_directory,
-                self._last_saved(),
-                self._last_updates,
-            )
+        self._send_new_checkpoint()
+        background, self._background = self._background, None
         has_failed = sys.exc_info()[1] is not self._outer_error
         is_finished = background.finish(
             self.close_secs, self._wandb.finish, int(has_failed)
@@ -309,6 +310,17 @@ class WandbLogger(Logger):
 
     def _last_saved(self):
         return self._checkpoints.last_saved if self._checkpoints else None
+
+    def _send_new_checkpoint(self):
+        """Send what was saved last, as soon as it has been written."""
+        directory = self._last_saved()
+        if directory is None or directory == self._uploaded:
+            return
+        self._uploaded = directory
+        named = NUMBER_OF_UPDATES.search(str(directory))
+        updates = int(named[1]) if named else self._last_updates
+        self._send(self._wandb.log_checkpoint, directory, updates)
+        self._background.hurry()  # it may be removed soon
 
     def _send_plan_if_changed(self):
         """Say what has been measured since the run was started."""

@@ -127,13 +127,20 @@ class WandbRun:
         """Send a directory as an artifact, a new version of the run's."""
         if self.run is None:
             return
-        artifact = import_wandb().Artifact(
-            f"checkpoint-{self.run.id}",
-            type="model",
-            metadata={"updates": updates},
-        )
-        artifact.add_dir(str(directory))
-        self.run.log_artifact(artifact, aliases=["latest", f"u{updates}"])
+        self._log_artifact(self._artifact(directory, updates), updates)
+
+    def log_checkpoint(self, directory, updates):
+        """Send a directory likewise, unless it is removed before that."""
+        if self.run is None:
+            return
+        try:
+            artifact = self._artifact(directory, updates)
+        except (OSError, ValueError):
+            if Path(directory).is_dir():
+                raise
+            return
+        if Path(directory).is_dir():  # or else a part may be missing
+            self._log_artifact(artifact, updates)
 
     def finish(self, exit_code):
         """End the run, if it was started here."""
@@ -142,6 +149,18 @@ class WandbRun:
             self._marker = None
         if self._is_ours and self.run is not None:
             self.run.finish(exit_code=exit_code)
+
+    def _artifact(self, directory, updates):
+        artifact = import_wandb().Artifact(
+            f"checkpoint-{self.run.id}",
+            type="model",
+            metadata={"updates": updates},
+        )
+        artifact.add_dir(str(directory))
+        return artifact
+
+    def _log_artifact(self, artifact, updates):
+        self.run.log_artifact(artifact, aliases=["latest", f"u{updates}"])
 
     def _init(self):
         wandb = import_wandb()

@@ -113,6 +113,24 @@ def test_points_that_come_too_fast_are_left_out_with_one_warning(trainer):
     assert 2 <= len(rows) < 6
 
 
+def test_checkpoint_removed_before_it_was_taken_is_left_out(tmp_path):
+    hanging, sent, run = threading.Event(), [], Run()
+    run.log = lambda row: hanging.wait()
+    run.log_artifact = lambda artifact, aliases: sent.append(aliases)
+
+    class LetGo(Callback):
+        def on_train_end(self, logs=None):
+            hanging.set()
+
+    every = Every(1, "updates")
+    checkpoint = Checkpoint(tmp_path, every=every, keep=1)
+    logger = WandbLogger(run=run, every=every, log_checkpoints=checkpoint)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        fit(make_trainer(), checkpoint, LetGo(), logger)
+    assert sent == [["latest", "u6"]]
+
+
 # --- Points are gathered, and read in the thread ---
 
 

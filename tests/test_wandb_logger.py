@@ -232,17 +232,19 @@ def test_run_that_was_handed_in_is_left_running(trainer, tmp_path):
 
 
 def test_checkpoints_are_sent_as_artifacts(tmp_path):
-    checkpoint = Checkpoint(tmp_path / "saved", every=Every(3, "updates"))
-    logger = make_logger(
-        tmp_path / "runs",
-        every=Every(1, "updates"),
-        log_checkpoints=checkpoint,
-    )
+    # More often than points are.
+    checkpoint = Checkpoint(tmp_path / "saved", every=Every(2, "updates"))
+    logger = make_logger(tmp_path / "runs", log_checkpoints=checkpoint)
     (tmp_path / "runs").mkdir()
     fit(make_trainer(), checkpoint, logger)
     (only,) = written_runs(tmp_path)
     artifacts = [a for a in only.artifacts if a.type == "model"]
-    assert artifacts
+    assert {u for a in artifacts for u in a.aliases} == {
+        *("latest", "u2", "u4", "u6")
+    }
+    for artifact in artifacts:
+        updates = json.loads(artifact.metadata)["updates"]
+        assert set(artifact.aliases) == {"latest", f"u{updates}"}
     assert {a.name for a in artifacts} == {f"checkpoint-{only.run.run_id}"}
     assert all(a.manifest.contents for a in artifacts)
 
