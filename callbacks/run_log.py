@@ -56,11 +56,13 @@ class RunLog(Logger):
         self.path = Path(path)
         self._file = None
         self._size = 0
+        self._begin = None
         self._has_warned = False
         self._present = _Present()
 
     def open(self):
         self._has_warned = False
+        self._begin = None
         self._present = _Present()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,13 +92,15 @@ class RunLog(Logger):
 
     def get_state(self):
         state = super().get_state()  # may write a point
-        return state | {"size_bytes": self._size}
+        # Points that are in the file already lie behind this, too.
+        size = self._size if self._begin is None else self._begin
+        return state | {"size_bytes": size}
 
     def set_state(self, state):
         super().set_state(state)
         if self._file is not None:
-            begin = state.get("size_bytes", 0)
-            self._present = _Present.of_file(self.path, begin)
+            self._begin = state.get("size_bytes", 0)
+            self._present = _Present.of_file(self.path, self._begin)
 
     def _append(self, line):
         """Write a whole line, or nothing."""
@@ -108,6 +112,7 @@ class RunLog(Logger):
             _truncate(self.path, self._size)
             raise
         self._size += len(line)
+        self._begin = None
 
     def _warn_once(self, error):
         if not self._has_warned:

@@ -91,7 +91,7 @@ class WandbLogger(Logger):
         best: dict from names of metrics to `"min"` or `"max"`.
         log_checkpoints: a callback with `last_saved`, the directory it saved
             last; each is sent as an artifact, except one that is removed
-            before W&B has taken it.
+            before W&B has taken it, or followed by another within an update.
         close_secs: seconds that W&B may take to finish when training ends.
         **init_options: what else `wandb.init` takes.
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -232,11 +233,23 @@ def test_run_that_was_handed_in_is_left_running(trainer, tmp_path):
 
 
 def test_checkpoints_are_sent_as_artifacts(tmp_path):
+    class Waits(Callback):
+        """Has every second update wait for the checkpoint of the one before."""
+
+        def on_train_batch_begin(self, batch, logs=None):
+            while batch in (2, 4) and (
+                checkpoint.last_saved is None
+                or not checkpoint.last_saved.name.endswith(str(batch))
+            ):
+                time.sleep(0.01)
+
     # More often than points are.
-    checkpoint = Checkpoint(tmp_path / "saved", every=Every(2, "updates"))
+    checkpoint = Checkpoint(
+        tmp_path / "saved", every=Every(2, "updates"), keep=9
+    )
     logger = make_logger(tmp_path / "runs", log_checkpoints=checkpoint)
     (tmp_path / "runs").mkdir()
-    fit(make_trainer(), checkpoint, logger)
+    fit(make_trainer(), Waits(), checkpoint, logger)
     (only,) = written_runs(tmp_path)
     artifacts = [a for a in only.artifacts if a.type == "model"]
     assert {u for a in artifacts for u in a.aliases} == {
