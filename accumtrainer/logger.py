@@ -55,8 +55,6 @@ class Logger(Callback, abc.ABC):
     is_logger = True
     has_state = True
 
-    _validated: frozenset[str]
-
     def __init__(self, every=None):
         super().__init__()
         every = Every(10, "updates") if every is None else every
@@ -73,7 +71,8 @@ class Logger(Callback, abc.ABC):
         self._due = None
         self._updates_to_wait = 0
         self._epoch = 0
-        self._forget_names()
+        self._running = Logs()
+        self._names_before = self._validated = frozenset()
         self._speed = _Speed()
 
     # What a subclass fills in.
@@ -101,9 +100,10 @@ class Logger(Callback, abc.ABC):
 
     def on_train_begin(self, logs=None):
         self._unread, self._point = [], _Point()
+        self._running = Logs()
+        self._names_before = self._validated = frozenset()
         self._due = None
         self._updates_to_wait = 0
-        self._forget_names()
         self._since = self.trainer.progress
         self._speed = _Speed()
         self._is_open = self.may_write
@@ -184,12 +184,6 @@ class Logger(Callback, abc.ABC):
         self._point = _Point.of_state(state["point"])
         self._names_before = frozenset(state.get("names", ()))
         self._validated = frozenset(state.get("validated", ()))
-
-    def _forget_names(self):
-        """Know nothing yet of what an epoch's end tells once more."""
-        self._running = Logs()
-        self._names_before = frozenset()
-        self._validated = frozenset()
 
     def _names_of_updates(self):
         """Name what the last update's logs held, even before a resume."""

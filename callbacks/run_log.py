@@ -56,18 +56,17 @@ class RunLog(Logger):
         self.path = Path(path)
         self._file = None
         self._size = 0
-        self._begin = None
+        self._begin = 0  # from here on lie points that may come again
         self._has_warned = False
         self._present = _Present()
 
     def open(self):
         self._has_warned = False
-        self._begin = None
         self._present = _Present()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "ab", buffering=0)
-            self._size = _repair(self.path)
+            self._begin = self._size = _repair(self.path)
         except OSError as error:
             self.close()
             raise ValueError(
@@ -92,14 +91,12 @@ class RunLog(Logger):
 
     def get_state(self):
         state = super().get_state()  # may write a point
-        # Points that are in the file already lie behind this, too.
-        size = self._size if self._begin is None else self._begin
-        return state | {"size_bytes": size}
+        return state | {"begin_bytes": self._begin}
 
     def set_state(self, state):
         super().set_state(state)
+        self._begin = state.get("begin_bytes", 0)
         if self._file is not None:
-            self._begin = state.get("size_bytes", 0)
             self._present = _Present.of_file(self.path, self._begin)
 
     def _append(self, line):
@@ -112,7 +109,7 @@ class RunLog(Logger):
             _truncate(self.path, self._size)
             raise
         self._size += len(line)
-        self._begin = None
+        self._begin = self._size
 
     def _warn_once(self, error):
         if not self._has_warned:

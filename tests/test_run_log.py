@@ -182,6 +182,24 @@ def test_resume_writes_what_is_in_the_file_of_another_run(
     assert [p["updates"] for p in read(path)] == 2 * [2, 4, 6, 8]
 
 
+def test_second_resume_repeats_no_point_of_before_the_first(tmp_path):
+    path = tmp_path / "run.jsonl"
+    run_log = RunLog(path)
+    run_log.open()
+    state = run_log.get_state()
+    for updates in (2, 4, 6):
+        run_log.write(updates, {"loss": 0.5})
+    run_log.close()
+    for points in ([2], [4, 6, 8]):
+        run_log.open()
+        run_log.set_state(state)
+        for updates in points:
+            run_log.write(updates, {"loss": 0.5})
+        state = run_log.get_state()
+        run_log.close()
+    assert [p["updates"] for p in read(path)] == [2, 4, 6, 8]
+
+
 def test_file_that_is_no_log_is_only_appended_to(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("my notes\n[1]\n")
