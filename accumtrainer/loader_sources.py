@@ -268,11 +268,14 @@ class IterableSource(Source):
         batches seen on the way show whether that leads to the same place.
         """
         self._taken = state["taken"]
+        # Older checkpoints tell of runs that began every epoch so far.
+        epochs = position.epoch + position.is_amid_epoch
+        times_begun = state.get("times_begun", epochs)
         if "iterator" in state:
             if position.is_amid_epoch or self.is_one_shot:
                 self._begin(is_new=True)
                 self._iterator.set_state(state["iterator"])
-            self._times_begun = state["times_begun"]
+            self._times_begun = times_begun
             return
         if not self._taken:
             return
@@ -285,7 +288,7 @@ class IterableSource(Source):
             item = _last(islice(self._begin(is_new=True), self._taken))
             self._check_same(item, position.last or None, position)
             return
-        for _ in range(state["times_begun"] - position.is_amid_epoch):
+        for _ in range(times_begun - position.is_amid_epoch):
             items = self._begin(is_new=True)
             first = next(items, None)
             if fast_forward:

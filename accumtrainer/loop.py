@@ -173,6 +173,7 @@ class FitLoop:
         self._announce = announce
         self._begun = time.monotonic()
         self._go_to_saved_position()
+        self._agreed_seconds = self._seconds_before
         upcoming = self._prepare()
         self._begun = time.monotonic()
         with self._interruption.deferred(), self._dispatcher.training():
