@@ -32,7 +32,7 @@ from accumtrainer.hooks import (
     takes_argument,
 )
 from accumtrainer.keras_api import keras
-from accumtrainer.loop import FitLoop, Validation, updates_in_epoch
+from accumtrainer.loop import FitLoop, updates_in_epoch
 from accumtrainer.process_sources import ShareSource
 from accumtrainer.progress_bar import make_progress_bar
 from accumtrainer.saving import check_same, find_saved, take_snapshot
@@ -46,6 +46,7 @@ from accumtrainer.sources import (
 )
 from accumtrainer.state import TrainingState
 from accumtrainer.steps import CLOCKS, make_backend
+from accumtrainer.validation import Validation
 
 
 class Trainer(Hooks):

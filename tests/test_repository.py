@@ -74,6 +74,7 @@ MODULE_ORDER = (
     "callback_state",
     "saving",
     "input_checks",
+    "validation",
     "loop",
     "trainer",
     "window_losses",

@@ -302,7 +302,10 @@ def test_a_second_run_in_pieces_goes_on_in_its_order(fit, updates, tmp_path):
     assert_same(resumed, whole)
 
 
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="JAX has no text")
+@pytest.mark.skipif(
+    BACKEND != "tensorflow",
+    reason="JAX has no arrays of text, and no layers that read it",
+)
 def test_a_run_goes_on_with_a_carried_tail_of_text(tmp_path):
     def make():
         keras.utils.set_random_seed(1)
