@@ -66,8 +66,10 @@ class TrainingState:
         self.epoch = _counter("epoch")
         self.loss_scale = _variable("loss_scale", loss_scale)
         self.rng = keras.random.SeedGenerator(seed)
+        stream = np.random.SeedSequence(seed).generate_state(1)[0]
         self.stream = keras.Variable(
-            np.random.SeedSequence(seed).generate_state(1)[0],
+            # An array needs no program of its own to become a tensor.
+            np.asarray(stream),
             dtype=self.rng.state.dtype,
             trainable=False,
             name="stream",
