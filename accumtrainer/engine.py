@@ -79,6 +79,7 @@ class Engine:
         self._known_skips = 0
         is_built = self._model.built
         self._trained_ids = _variable_ids(self._model) if is_built else None
+        self._compiled = list(self._model.metrics)
 
     @property
     def replicas(self):
@@ -142,8 +143,17 @@ class Engine:
         """Epochs run so far, an int the host knows without waiting."""
         return self._progress.epochs
 
-    def check_trainable(self):
-        """Refuse a model whose trainable variables are other ones now."""
+    def check_compiled(self):
+        """Refuse a model that has been compiled anew, with new metrics."""
+        now = self._model.metrics
+        if any(all(old is not new for new in now) for old in self._compiled):
+            raise ValueError(
+                errors.COMPILED_ANEW.format(model=self._model.name)
+            )
+
+    def check_model(self):
+        """Refuse a model that is not trained as it was made for now."""
+        self.check_compiled()
         if self._trained_ids is None:
             return
         now = _variable_ids(self._model)

@@ -340,6 +340,13 @@ TRAINABLE_CHANGED = (
     "other ones. Make a new Trainer after changing layer.trainable."
 )
 
+COMPILED_ANEW = (
+    "model must stay compiled as its Trainer has left it, whose step updates "
+    "the metrics of then. Received: the model {model!r}, compiled anew since, "
+    "by hand or by another Trainer. Give that one, or a new Trainer(model), "
+    "what is to go on."
+)
+
 MANY_SHAPES = (
     "Micro-batches should have few different shapes, because JAX compiles the "
     "step again for each of them. Received: arrays of a fourth set of shapes, "

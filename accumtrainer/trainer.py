@@ -401,7 +401,7 @@ class Trainer(Hooks):
             fast_forward=fast_forward,
             check_inputs=check_inputs,
         )
-        self._engine.check_trainable()
+        self._engine.check_model()
         saved = find_saved(resume_from, [self._callbacks, callbacks])
         if saved is not None:
             check_same(saved, self)
@@ -567,6 +567,7 @@ class Trainer(Hooks):
             The loss, or the list of loss and metrics, or a dict of them.
         """
         check_steps("steps", steps)
+        self._engine.check_compiled()
         source = make_source(
             x,
             y,
@@ -633,7 +634,7 @@ class Trainer(Hooks):
             The batch's loss, or the list of loss and metrics, or a dict.
         """
         engine = self._engine
-        engine.check_trainable()
+        engine.check_model()
         source = make_source_of_one(x, y, sample_weight, class_weight)
         window = self._cut(source)
         engine.prepare(window)
@@ -676,7 +677,7 @@ class Trainer(Hooks):
             >>> [row.micro_batch_size for row in plan.rows]
             [1, 2, 4, 8]
         """
-        self._engine.check_trainable()
+        self._engine.check_model()
         source = make_source_of_one(
             *keras.utils.unpack_x_y_sample_weight(batch)
         )
@@ -714,7 +715,7 @@ class Trainer(Hooks):
             >>> trainer.check_equivalence((x, y)).is_exact
             True
         """
-        self._engine.check_trainable()
+        self._engine.check_model()
         source = make_source_of_one(
             *keras.utils.unpack_x_y_sample_weight(batch)
         )

@@ -1010,6 +1010,28 @@ def test_changed_trainable_flags_are_refused():
         np.testing.assert_array_equal(old, new)
 
 
+def test_a_model_compiled_anew_is_refused():
+    trainer, _ = make_trainer(metrics=["mae"])
+    model = trainer.model
+    fit(trainer)
+    before = weights_of(model)
+    model.compile("adam", "mse", metrics=["mse"])
+    for use in (
+        lambda: fit(trainer),
+        lambda: trainer.train_on_batch(X, Y),
+        lambda: trainer.evaluate(X, Y, verbose=0),
+        lambda: trainer.check_equivalence((X, Y)),
+    ):
+        with pytest.raises(ValueError, match="compiled anew"):
+            use()
+    for old, new in zip(before, weights_of(model), strict=True):
+        np.testing.assert_array_equal(old, new)
+    again = Trainer(model, accumulation=2)
+    got = again.evaluate(X, Y, verbose=0, return_dict=True)
+    want = model.evaluate(X, Y, verbose=0, return_dict=True)
+    assert got == pytest.approx(want, rel=1e-5)
+
+
 def test_frozen_layers_stay_as_they_were():
     model = keras.Sequential(
         [keras.Input([3]), keras.layers.Dense(2), keras.layers.Dense(1)]
