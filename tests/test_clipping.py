@@ -5,6 +5,7 @@ import pytest
 from quickest import JIT_COMPILE
 
 from accumtrainer import Accumulation, Trainer, adaptive_clip
+from accumtrainer.clipping import global_norm
 from accumtrainer.keras_api import keras, ops
 
 layers = keras.layers
@@ -94,6 +95,17 @@ def test_bounds_that_are_not_above_zero_are_refused(name, value):
 class Adaptive(Trainer):
     def on_apply(self, gradients, info):
         return adaptive_clip(gradients, self.model.trainable_variables)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [[()], [(3,), (2, 5)], [(64, 65)], [(4097,), (2, 3)], [(64, 64), (), (8,)]],
+)
+def test_the_global_norm_is_that_of_all_numbers(rng, shapes):
+    gradients = [rng.normal(size=s).astype("float32") for s in shapes]
+    norm = global_norm(list(map(ops.convert_to_tensor, gradients)))
+    together = np.concatenate([g.ravel() for g in gradients])
+    np.testing.assert_allclose(norm, np.linalg.norm(together), rtol=1e-5)
 
 
 def make_model():
