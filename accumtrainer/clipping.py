@@ -108,13 +108,17 @@ def global_norm(gradients, sum_of_squares=sum_of_squares):
     Returns:
         Scalar tensor, float32.
     """
-    few = [g for g in gradients if math.prod(g.shape) <= FEW]
+    few = [ops.reshape(g, [-1]) for g in gradients if _has_few(g)]
     if len(few) > 1:
-        many = [g for g in gradients if math.prod(g.shape) > FEW]
-        few = [ops.reshape(gradient, [-1]) for gradient in few]
+        many = [gradient for gradient in gradients if not _has_few(gradient)]
         gradients = [*many, ops.concatenate(few)]
     squares = list(map(sum_of_squares, gradients))
     return ops.sqrt(sum(squares[1:], start=squares[0]))
+
+
+def _has_few(gradient):
+    # Of rows of an embedding TensorFlow may not know how many there are.
+    return None not in gradient.shape and math.prod(gradient.shape) <= FEW
 
 
 def clips(optimizer):

@@ -153,9 +153,10 @@ class Passes:
         Returns:
             Pair. A tensor, float32: its loss and its weight; with
             `measures_gradients` also the norm of its gradient, as it is
-            added, and by what that is multiplied before. And its gradients,
-            to be added to the window's: list of tensors, float32 as soon as
-            they are added, or `None` where it has none.
+            added, and by what that is multiplied before. What a replica runs
+            of it is instead told so that it adds up, see `join_parts`. And
+            its gradients, to be added to the window's: list of tensors,
+            float32 as soon as they are added, or `None` where it has none.
         """
         index = ops.cast(index, "int32")
         micro_batches = ops.cast(share.micro_batches, "int32")
@@ -217,10 +218,22 @@ class Passes:
             [summary["regularization"], weight, summary["samples"]],
         )
         tally.add_logs(before | summary["logs"] | book.take())
-        numbers = [summary["loss"], summary["weight"]]
+        is_part = share.split is not None
+        return self._numbers(summary, norm, is_part=is_part), gradients
+
+    def _numbers(self, summary, norm, *, is_part):
+        """Gather what is told of a micro-batch, tensor; see `run`."""
+        if not is_part:
+            numbers = [summary["loss"], summary["weight"]]
+            if self.measures_gradients:
+                numbers += [norm, summary["gradient_weight"]]
+            return ops.stack(numbers)
+        numbers = [summary["regularization"], summary["weight"], 1.0]
         if self.measures_gradients:
-            numbers += [norm, weight]
-        return ops.stack(numbers), gradients
+            numbers += [norm * norm, summary["gradient_weight"]]
+        numbers = [ops.cast(number, "float32") for number in numbers]
+        losses = [summary["numerators"], summary["denominators"]]
+        return ops.concatenate([*losses, ops.stack(numbers)])
 
     @property
     def _weighs_losses(self):

@@ -52,23 +52,22 @@ def share_out(window, replicas):
     Returns:
         Pair. `Shares`; of a window that processes have shares of, those of
         this process's replicas. And for each of the micro-batches in them,
-        in the order they are run in, a pair: of which micro-batch of the
-        window it is a part, and how many replicas have a share of it.
+        in the order they are run in, of which micro-batch of the window it is
+        a part, list of int.
 
     Example:
         >>> from accumtrainer.batches import window_of_rows
         >>> window = window_of_rows(Batch(np.zeros([11, 2])), (4, 4, 3))
-        >>> shares, parts = share_out(window, 2)
+        >>> shares, indices = share_out(window, 2)
         >>> [batch.x.shape for batch in shares.split]
         [(2, 4, 2), (1, 2, 2)]
         >>> [batch.x.shape for batch in shares.copied]
         [(1, 1, 2)]
-        >>> parts
-        [(0, 2), (1, 2), (2, 2), (2, 1)]
+        >>> indices
+        [0, 1, 2, 2]
     """
     if window.is_even and window.sizes[0] % replicas == 0:
-        parts = [(index, replicas) for index in range(window.micro_batches)]
-        return Shares((window.stacked,), ()), parts
+        return Shares((window.stacked,), ()), list(range(window.micro_batches))
     own = replicas // window.processes
     shares = [size // replicas for size in window.sizes]
     split, copied = [], []
@@ -76,49 +75,56 @@ def share_out(window, replicas):
         zip(window.split(), shares, strict=True)
     ):
         if share:
-            split.append((_rows(batch, 0, share * own), (index, replicas)))
+            split.append((_rows(batch, 0, share * own), index))
         # What a replica has memory for.
         size = max(*shares, 1)
         for start in range(share * own, count_samples(batch), size):
-            copied.append((_rows(batch, start, start + size), (index, 1)))
-    parts = [part for _, part in split + copied]
-    return Shares(_stack_alike(split), _stack_alike(copied)), parts
+            copied.append((_rows(batch, start, start + size), index))
+    indices = [index for _, index in split + copied]
+    return Shares(_stack_alike(split), _stack_alike(copied)), indices
 
 
-def join_parts(rows, parts):
-    """Put what is known of parts of micro-batches together again.
+def join_parts(rows, indices, losses):
+    """Put what replicas know of parts of micro-batches together.
 
-    Losses are means by weight, weights add up. Norms of gradients are root
-    mean squares over all that have one, their factors means.
+    All of it has been chosen to add up. Losses are means by their weights, or
+    sums; norms of gradients are root mean squares, their factors means.
 
     Args:
-        rows: array `[n, 2]` or `[n, 4]`, float32, see `Passes.run`.
-        parts: list of n pairs, see `share_out`.
+        rows: array `[n, 2 * l + 3]` or `[n, 2 * l + 5]`, float32: numerators
+            and denominators of l losses; the regularization, the weight, and
+            the number of replicas that have added to them; also the squared
+            norm of the gradient, and by what that was multiplied.
+        indices: list of n int, of which micro-batch each is a part.
+        losses: list of l `WeightedLoss`, of which only the kind counts.
 
     Returns:
-        Array `[k, 2]` or `[k, 4]`, float32.
+        Array `[k, 2]` or `[k, 4]`, float32, see `Passes.run`.
 
     Example:
-        >>> rows = np.array([[1.0, 4.0], [2.0, 2.0], [5.0, 1.0]], "float32")
-        >>> join_parts(rows, [(0, 2), (1, 2), (1, 1)]).tolist()
-        [[1.0, 4.0], [3.0, 3.0]]
+        >>> from accumtrainer.losses import WeightedLoss
+        >>> rows = [[4, 4, 0, 4, 1], [6, 2, 0, 2, 1], [5, 1, 0, 1, 1]]
+        >>> losses = [WeightedLoss(1.0, denominator=4.0)]
+        >>> join_parts(rows, [0, 1, 1], losses).round(2).tolist()
+        [[1.0, 4.0], [3.67, 3.0]]
     """
-    indices, replicas = np.transpose(parts)
-
-    def total(values):
-        return np.bincount(indices, values)
-
-    def mean(values, weights):
-        sums, totals = total(values * weights), total(weights)
-        nothing = np.zeros_like(sums)
-        return np.divide(sums, totals, out=nothing, where=totals != 0)
-
-    loss, weight, *rest = np.asarray(rows, "float64").T
-    columns = [mean(loss, weight), total(weight)]
+    rows = np.asarray(rows, "float64")
+    joined = np.zeros([max(indices) + 1, rows.shape[1]])
+    np.add.at(joined, indices, rows)
+    numerators, denominators, others = np.split(
+        joined, [len(losses), 2 * len(losses)], axis=1
+    )
+    regularization, weight, count, *rest = others.T
+    loss = regularization / count
+    for known, over, by in zip(
+        losses, numerators.T, denominators.T, strict=True
+    ):
+        mean = np.divide(over, by, out=np.zeros_like(over), where=by != 0)
+        loss += known.coefficient * (over if known.is_sum else mean)
+    columns = [loss, weight]
     if rest:
-        norm, factor = rest
-        columns.append(np.sqrt(mean(norm * norm, replicas)))
-        columns.append(mean(factor, replicas))
+        squared_norm, factor = rest
+        columns += [np.sqrt(squared_norm / count), factor / count]
     return np.stack(columns, axis=1).astype("float32")
 
 

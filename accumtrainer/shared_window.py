@@ -54,7 +54,7 @@ class SharedWindow:
         Returns:
             Pair: the sums of gradients, list of tensors, float32; and a
             tensor `[k, n]` of the numbers of what was run, see `Passes.run`,
-            each of all replicas that count it together.
+            added up over all replicas that count it.
         """
         merger = self._merger
 
@@ -69,7 +69,7 @@ class SharedWindow:
             weights = layer.window_weights
             if weights and all(id(weight) in known for weight in weights):
                 layer.merge([known[id(weight)] for weight in weights])
-        return sums, _mean_rows(rows)
+        return sums, rows
 
     def _sum_over_replicas(self, function, shares):
         moving = [*self._merger.variables, *self._variables.start]
@@ -86,8 +86,7 @@ class SharedWindow:
         """Run one replica's micro-batches.
 
         Returns:
-            Pair: its sums of gradients, and its rows `[k, n]` of numbers,
-            ready to be summed.
+            Pair: its sums of gradients, and its rows `[k, n]` of numbers.
         """
         is_first = ops.equal(share.replica, 0)
         tally = self._variables.window
@@ -98,12 +97,11 @@ class SharedWindow:
 
         for stacked in shares.split:
             row, sums = run(stacked, begun, sums)
-            rows.append(_weighed_rows(row, self._backend.replicas))
+            rows.append(row)
             begun += length(stacked)
         before, others = sums, self._merger.added()
         for stacked in shares.copied:
             row, sums = run(stacked, begun, sums)
-            row = _weighed_rows(row, 1)
             rows.append(ops.where(is_first, row, ops.zeros_like(row)))
             begun += length(stacked)
         if shares.copied:
@@ -160,21 +158,3 @@ def _merging_rules(hooks, state, survey, passes, tally):
         *tally.merging_rules,
         *((v, "mean" if "float" in v.dtype else "first") for v in others),
     ]
-
-
-def _weighed_rows(rows, replicas):
-    """Turn numbers into what adds up over the replicas that count them."""
-    loss, weight, *rest = ops.unstack(rows, rows.shape[1], axis=1)
-    if rest:
-        norm, factor = rest
-        rest = [norm * norm / replicas, factor / replicas]
-    return ops.stack([loss * weight, weight, *rest], axis=1)
-
-
-def _mean_rows(rows):
-    """Undo that: losses are means by weight, norms root mean squares."""
-    loss, weight, *rest = ops.unstack(rows, rows.shape[1], axis=1)
-    if rest:
-        norm, factor = rest
-        rest = [ops.sqrt(norm), factor]
-    return ops.stack([ops.divide_no_nan(loss, weight), weight, *rest], axis=1)

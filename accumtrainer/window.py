@@ -89,7 +89,7 @@ class WindowProgram:
         survey = Survey(hooks, passes, backend, batch)
         self.operations = survey.operations
         self.loss_names = survey.loss_names
-        self._losses = survey.losses
+        self.losses = survey.losses
         if not hooks.optimizer.built:
             hooks.optimizer.build(hooks.model.trainable_variables)
         variables = WindowVariables(hooks, state, backend, survey, passes)
@@ -180,7 +180,7 @@ class WindowProgram:
 
     def _weighing(self, is_even):
         return choose_weighing(
-            self._losses, combine=self._combine, is_even=is_even
+            self.losses, combine=self._combine, is_even=is_even
         )
 
     # A whole window in one call.
@@ -230,8 +230,8 @@ class WindowProgram:
 
         Returns:
             As `run_window`. There is a row for every part of a micro-batch
-            that `share_out` has made; its loss is that of all replicas that
-            have a share of it, and so is its weight.
+            that `share_out` has made, added up over all replicas that count
+            it, see `join_parts`.
         """
         share, is_even = share_of(shares, self._backend.replicas)
         weighing = self._weighing(is_even=is_even)

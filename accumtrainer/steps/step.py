@@ -27,17 +27,16 @@ class Report:
         layout: `_Layout` of the packed values.
         packed: what a compiled function returned.
         micro_batches: list of k tensors `[n]` or one tensor `[k, n]`: the
-            first n `MICRO_BATCH_NUMBERS` of each micro-batch, or of each
-            part of one.
-        parts: list of what `share_out` says of the parts, `None` where there
-            are whole micro-batches.
+            first n `MICRO_BATCH_NUMBERS` of each micro-batch.
+        join: function that makes such rows of those that replicas return, or
+            `None`.
     """
 
-    def __init__(self, layout, packed, micro_batches, parts=None):
+    def __init__(self, layout, packed, micro_batches, join=None):
         self._layout = layout
         self._packed = packed
         self._micro_batches = micro_batches
-        self._parts = parts
+        self._join = join
         self._numbers = None
 
     def section(self, name):
@@ -105,8 +104,8 @@ class Report:
         if isinstance(rows, list):
             rows = [np.asarray(row) for row in rows]
         rows = np.asarray(rows)
-        if self._parts is not None:
-            rows = join_parts(rows, self._parts)
+        if self._join is not None:
+            rows = self._join(rows)
         columns = rows.T
         return dict(zip(MICRO_BATCH_NUMBERS, columns, strict=False))
 
@@ -203,24 +202,27 @@ class Step:
             `Report`.
         """
         if self._backend.replicas > 1:
-            shares, parts = self._share_out(window)
-            return self._run_fused(self._program.run_shares, shares, parts)
+            shares, indices = self._share_out(window)
+            join = functools.partial(
+                join_parts, indices=indices, losses=self._program.losses
+            )
+            return self._run_fused(self._program.run_shares, shares, join)
         if window.is_even and self._is_fused(window):
             return self._run_fused(self._program.run_window, window.stacked)
         return self._run_streamed(window)
 
     def _share_out(self, window):
-        shares, parts = share_out(window, self._backend.replicas)
+        shares, indices = share_out(window, self._backend.replicas)
         is_own = window.processes > 1
-        return self._backend.place(shares, is_own=is_own), parts
+        return self._backend.place(shares, is_own=is_own), indices
 
     def _is_fused(self, window):
         # Nothing loops over a single micro-batch.
         return self._plan.name == "fused" or window.micro_batches == 1
 
-    def _run_fused(self, run_whole, argument, parts=None):
+    def _run_fused(self, run_whole, argument, join=None):
         packed, rows = self._fused_function(run_whole)(argument)
-        return Report(self._layout, packed, rows, parts)
+        return Report(self._layout, packed, rows, join)
 
     def _fused_function(self, run_whole):
         def run(argument):
