@@ -218,17 +218,18 @@ class Update:
     def running_logs(self):
         """Read the epoch so far: losses, metrics, logged values.
 
-        The loss is NaN where no window has been applied yet.
+        Losses are NaN where no window has been applied yet.
         """
         numerators, denominators, extras = self._epoch.read()
         means = window_means(numerators, denominators)
+        means = ops.where(ops.equal(extras[2], 0), float("nan"), means)
         regularization = ops.divide_no_nan(*extras[:2])
         loss = total_loss(means, self._losses, regularization)
         named = named_losses(self._loss_names, means)
         with self._backend.holding(metric_variables(self._model)):
             metrics = metric_results(self._model, named)
         return {
-            "loss": ops.where(ops.equal(extras[2], 0), float("nan"), loss),
+            "loss": loss,
             **named,
             **metrics,
             **self._epoch.values(),

@@ -346,6 +346,29 @@ def test_overflow_before_any_update_shows_the_loss_of_its_window():
     assert np.isnan(history["loss"]).all()
 
 
+def test_losses_of_outputs_are_shown_as_the_loss_is():
+    inputs = keras.Input([3])
+    heads = {name: keras.layers.Dense(1, name=name)(inputs) for name in "ab"}
+    shown = []
+    watch = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: shown.append(dict(logs))
+    )
+    scale = LossScale(initial=2.0**127, maximum=2.0**127)
+    trainer, applied = make_trainer(
+        keras.Model(inputs, heads),
+        loss=dict.fromkeys(heads, "mse"),
+        loss_scale=scale,
+    )
+    y = {"a": Y, "b": -Y}
+    history = fit(trainer, 100 * X, y, callbacks=[watch]).history
+    assert not any(applied.column("applied"))
+    for name in ("loss", "a_loss", "b_loss"):
+        column = [logs[name] for logs in shown]
+        assert np.all(np.isfinite(column))
+        assert column == applied.column(name)
+        assert np.isnan(history[name]).all()
+
+
 @pytest.mark.parametrize("plan", ["fused", "streamed"])
 def test_training_goes_on_as_if_a_bad_window_had_not_been(use_plan, plan):
     use_plan(plan)

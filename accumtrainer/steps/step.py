@@ -70,17 +70,22 @@ class Report:
         """Read the epoch so far as one of its windows shows it.
 
         A window's loss that is not finite is shown, although the running
-        mean has forgotten that window: `TerminateOnNaN` looks for it here. A
-        finite one is shown where there is no mean yet.
+        mean has forgotten that window: `TerminateOnNaN` looks for it here.
+        Where there are no means yet, the window's losses are shown.
 
         Returns:
             Dict of numbers.
         """
         logs = self.section("running")
         if self.has("window"):
-            loss = self.section("window")["loss"]
-            if not np.isfinite(loss) or np.isnan(logs["loss"]):
-                logs["loss"] = loss
+            window = self.section("window")
+            if not np.isfinite(window["loss"]):
+                logs["loss"] = window["loss"]
+            logs |= {
+                name: window[name]
+                for name, value in logs.items()
+                if name in window and np.all(np.isnan(value))
+            }
         return logs
 
     def running_logs(self):
