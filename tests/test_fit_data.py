@@ -1,0 +1,132 @@
+"""Claims about what `fit` takes as data, and in which order."""
+
+import numpy as np
+import pytest
+from linear import (
+    LABELS,
+    Batches,
+    Subclassed,
+    X,
+    Y,
+    as_tf_data,
+    assert_same_weights,
+    fit,
+    generate,
+    make_trainer,
+    weights_of,
+)
+
+from accumtrainer import Accumulation, DataError
+from accumtrainer.keras_api import keras
+
+pytestmark = pytest.mark.usefixtures("without_xla")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(Batches, id="pydataset"),
+        pytest.param(generate, id="generator"),
+        pytest.param(lambda: list(generate()), id="list"),
+        pytest.param(as_tf_data, id="tf.data"),
+    ],
+)
+def test_every_source_gives_the_weights_of_arrays(make):
+    arrays, _ = make_trainer()
+    fit(arrays, shuffle=False)
+    other, _ = make_trainer()
+    other.fit(make(), shuffle=False, verbose=0)
+    assert other.progress.updates == 3
+    assert_same_weights(arrays.model, other.model)
+
+
+def test_generator_serves_several_epochs_by_steps():
+    arrays, _ = make_trainer()
+    fit(arrays, shuffle=False, epochs=2)
+    other, _ = make_trainer()
+    other.fit(generate(2), epochs=2, steps_per_epoch=12, verbose=0)
+    assert_same_weights(arrays.model, other.model)
+
+
+def test_generator_that_runs_dry_is_reported():
+    trainer, _ = make_trainer()
+    with pytest.raises(DataError, match="none in epoch 1"):
+        trainer.fit(generate(), epochs=2, verbose=0)
+
+
+def test_dropping_everything_is_reported():
+    trainer, _ = make_trainer(accumulation=Accumulation(steps=99, tail="drop"))
+    with pytest.raises(DataError, match="tail='drop' must leave something"):
+        fit(trainer)
+
+
+def test_inputs_may_be_a_dict():
+    def model_of_dict():
+        keras.utils.set_random_seed(0)
+        a, b = keras.Input([1], name="a"), keras.Input([2], name="b")
+        joined = keras.layers.Concatenate()([a, b])
+        return keras.Model({"a": a, "b": b}, keras.layers.Dense(1)(joined))
+
+    def model_of_array():
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input([3])
+        return keras.Model(inputs, keras.layers.Dense(1)(inputs))
+
+    one, _ = make_trainer(model_of_array())
+    other, _ = make_trainer(model_of_dict())
+    other.model.set_weights(weights_of(one.model))
+    fit(one)
+    fit(other, x={"a": X[:, :1], "b": X[:, 1:]})
+    assert_same_weights(one.model, other.model)
+    np.testing.assert_allclose(
+        other.predict({"a": X[:, :1], "b": X[:, 1:]}, verbose=0),
+        one.predict(X, verbose=0),
+        rtol=1e-5,
+    )
+
+
+def test_inputs_may_be_a_tuple():
+    a, b = keras.Input([1]), keras.Input([2])
+    joined = keras.layers.Concatenate()([a, b])
+    model = keras.Model((a, b), keras.layers.Dense(1)(joined))
+    trainer, _ = make_trainer(model)
+    fit(trainer, x=(X[:, :1], X[:, 1:]))
+    assert trainer.progress.updates == 3
+
+
+def test_subclassed_model_is_built_by_its_data():
+    keras.utils.set_random_seed(0)
+    trainer, _ = make_trainer(Subclassed())
+    assert not trainer.model.built
+    history = fit(trainer, epochs=30, validation_data=(X, Y)).history
+    assert history["val_loss"][-1] < 0.1 * history["val_loss"][0]
+
+
+def test_subclassed_model_is_built_by_evaluate_and_predict():
+    for method, data in (("evaluate", (X, Y)), ("predict", (X,))):
+        trainer, _ = make_trainer(Subclassed())
+        getattr(trainer, method)(*data, verbose=0)
+        assert trainer.model.built
+
+
+def test_class_weight_weighs_the_samples_of_a_class():
+    def model_of_labels():
+        keras.utils.set_random_seed(0)
+        return keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    weighted, _ = make_trainer(model_of_labels(), loss=loss)
+    fit(weighted, y=LABELS, class_weight={0: 0.5, 1: 3.0})
+    by_hand, _ = make_trainer(model_of_labels(), loss=loss)
+    fit(by_hand, y=LABELS, sample_weight=np.where(LABELS == 1, 3.0, 0.5))
+    assert_same_weights(weighted.model, by_hand.model, rtol=0, atol=0)
+
+
+def test_shuffling_depends_on_the_seed_alone():
+    ends = []
+    for seed in (1, 1, 2):
+        trainer, _ = make_trainer(seed=seed)
+        fit(trainer, epochs=2)
+        ends.append(weights_of(trainer.model)[0])
+    np.testing.assert_array_equal(ends[0], ends[1])
+    assert np.any(ends[0] != ends[2])

@@ -1,0 +1,265 @@
+"""Claims about validation, and about `evaluate` and `predict`."""
+
+import numpy as np
+import pytest
+from linear import (
+    Batches,
+    Subclassed,
+    X,
+    Y,
+    as_tf_data,
+    assert_same_weights,
+    fit,
+    generate,
+    make_trainer,
+    weights_of,
+)
+
+from accumtrainer import Accumulation, Every
+from accumtrainer.keras_api import keras
+
+pytestmark = pytest.mark.usefixtures("without_xla")
+
+
+# Validation.
+
+
+def test_validation_loss_is_that_of_evaluate():
+    trainer, _ = make_trainer(metrics=["mae"])
+    history = fit(trainer, validation_data=(X[:7], Y[:7]))
+    loss, mae = trainer.evaluate(X[:7], Y[:7], verbose=0)
+    assert history.history["val_loss"] == pytest.approx([loss], rel=1e-5)
+    assert history.history["val_mae"] == pytest.approx([mae], rel=1e-5)
+
+
+def test_validation_may_have_sample_weights():
+    trainer, _ = make_trainer()
+    weight = np.linspace(0, 1, 24).astype("float32")
+    history = fit(trainer, validation_data=(X, Y, weight))
+    errors = (trainer.predict(X, verbose=0) - Y)[:, 0] ** 2
+    expected = np.mean(errors * weight)
+    assert history.history["val_loss"] == pytest.approx([expected], rel=1e-5)
+
+
+def test_validation_every_so_many_updates():
+    trainer, applied = make_trainer()
+    history = fit(
+        trainer,
+        epochs=3,
+        validation_data=(X, Y),
+        validation_every=Every(2, "updates"),
+    )
+    assert [update for update, _ in applied.validations] == [2, 4, 6, 8]
+    assert len(history.history["val_loss"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("every", "updates"),
+    [
+        (Every(2, "epochs"), [6, 12]),
+        (Every(24, "micro_batches"), [6, 12]),
+        (Every(16, "samples"), [2, 4, 6, 8, 10, 12]),
+    ],
+    ids=str,
+)
+def test_validation_follows_any_clock(every, updates):
+    trainer, applied = make_trainer()
+    fit(trainer, epochs=4, validation_data=(X, Y), validation_every=every)
+    assert [update for update, _ in applied.validations] == updates
+
+
+def test_validation_amid_an_epoch_leaves_its_metrics_alone():
+    plain, _ = make_trainer(metrics=["mae"])
+    validated, _ = make_trainer(metrics=["mae"])
+    expected = fit(plain).history
+    received = fit(
+        validated,
+        validation_data=(3 * X, Y),
+        validation_every=Every(1, "updates"),
+    ).history
+    for name in ("loss", "mae"):
+        np.testing.assert_allclose(received[name], expected[name], rtol=1e-6)
+    assert_same_weights(plain.model, validated.model, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("frequency", "epochs"), [(1, [0, 1, 2, 3]), (2, [1, 3]), ([1, 4], [0, 3])]
+)
+def test_validation_freq_chooses_epochs(frequency, epochs):
+    trainer, applied = make_trainer()
+    fit(trainer, epochs=4, validation_data=(X, Y), validation_freq=frequency)
+    assert [update // 3 - 1 for update, _ in applied.validations] == epochs
+
+
+def test_named_validation_sets_are_logged_by_name():
+    trainer, applied = make_trainer(metrics=["mae"])
+    history = fit(
+        trainer, validation_data={"near": (X, Y), "far": (X, Y + 10.0)}
+    ).history
+    for name in ("near", "far"):
+        assert f"val_{name}_loss" in history
+        assert f"val_{name}_mae" in history
+    assert "val_loss" not in history
+    assert history["val_far_loss"][0] > history["val_near_loss"][0]
+    ((_, logs),) = applied.validations
+    assert set(logs) == {
+        "val_near_loss",
+        "val_near_mae",
+        "val_far_loss",
+        "val_far_mae",
+    }
+
+
+def test_validation_split_keeps_the_last_samples():
+    split, _ = make_trainer(optimizer=keras.optimizers.SGD(0.0))
+    history = fit(split, validation_split=0.25).history
+    assert split.progress.samples == 18
+    loss = split.evaluate(X[18:], Y[18:], verbose=0)
+    assert history["val_loss"] == pytest.approx([loss], rel=1e-5)
+
+
+def test_validation_steps_counts_loader_batches():
+    trainer, _ = make_trainer(optimizer=keras.optimizers.SGD(0.0))
+    history = fit(
+        trainer,
+        validation_data=(X, Y),
+        validation_batch_size=4,
+        validation_steps=2,
+    ).history
+    loss = trainer.evaluate(X[:8], Y[:8], verbose=0)
+    assert history["val_loss"] == pytest.approx([loss], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: (X, Y), id="arrays"),
+        pytest.param(lambda: Batches(), id="pydataset"),
+        pytest.param(lambda: list(generate()), id="list"),
+        pytest.param(lambda: as_tf_data(), id="tf.data"),
+    ],
+)
+def test_validations_of_some_steps_all_begin_with_the_first_batch(make):
+    trainer, _ = make_trainer(optimizer=keras.optimizers.SGD(0.0))
+    history = fit(
+        trainer, epochs=3, validation_data=make(), validation_steps=5
+    ).history
+    loss = trainer.evaluate(X[:10], Y[:10], verbose=0)
+    assert history["val_loss"] == pytest.approx([loss] * 3, rel=1e-5)
+
+
+def test_validations_of_some_steps_share_a_generator():
+    trainer, _ = make_trainer(optimizer=keras.optimizers.SGD(0.0))
+    history = fit(
+        trainer, epochs=2, validation_data=generate(), validation_steps=6
+    ).history
+    losses = [
+        trainer.evaluate(X[part], Y[part], verbose=0)
+        for part in (slice(12), slice(12, 24))
+    ]
+    assert history["val_loss"] == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: [X, Y], id="list"),
+        pytest.param(lambda: [(X[:12], Y[:12]), (X[12:], Y[12:])], id="loader"),
+    ],
+)
+def test_validation_data_may_be_a_list(make):
+    trainer, _ = make_trainer()
+    history = fit(trainer, validation_data=make()).history
+    loss = trainer.evaluate(X, Y, verbose=0)
+    assert history["val_loss"] == pytest.approx([loss], rel=1e-5)
+
+
+# Evaluation and prediction.
+
+
+def test_evaluate_returns_what_keras_returns():
+    trainer, _ = make_trainer(metrics=["mae"])
+    errors = trainer.predict(X, verbose=0) - Y
+    expected = [np.mean(errors**2), np.mean(np.abs(errors))]
+    results = trainer.evaluate(X, Y, verbose=0)
+    assert results == pytest.approx(expected, rel=1e-5)
+    named = trainer.evaluate(X, Y, verbose=0, return_dict=True)
+    assert named == pytest.approx(
+        dict(zip(("loss", "mae"), expected, strict=True)), rel=1e-5
+    )
+
+
+def test_evaluate_without_metrics_returns_the_loss_alone():
+    trainer, _ = make_trainer()
+    assert isinstance(trainer.evaluate(X, Y, verbose=0), float)
+
+
+def test_evaluate_weighs_uneven_batches_by_their_samples():
+    trainer, _ = make_trainer()
+    whole = trainer.evaluate(X, Y, batch_size=24, verbose=0)
+    uneven = trainer.evaluate(X, Y, batch_size=7, verbose=0)
+    assert uneven == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 5, 24])
+def test_evaluation_and_prediction_are_sliced_with_the_same_results(size):
+    rows = []
+
+    class Rows(keras.layers.Layer):
+        def call(self, x):
+            rows.append(x.shape[0])
+            return x
+
+    def model_that_counts():
+        keras.utils.set_random_seed(0)
+        return keras.Sequential([Rows(), keras.layers.Dense(1)])
+
+    sliced, _ = make_trainer(
+        model_that_counts(),
+        accumulation=Accumulation(micro_batch_size=size),
+        metrics=["mae"],
+        run_eagerly=True,
+    )
+    sliced.predict(X[:1], verbose=0)
+    whole, _ = make_trainer(metrics=["mae"])
+    whole.model.set_weights(weights_of(sliced.model))
+    rows.clear()
+    results = sliced.evaluate(X, Y, batch_size=24, verbose=0)
+    outputs = sliced.predict(X, batch_size=24, verbose=0)
+    assert max(rows) == size
+    assert results == pytest.approx(
+        whole.evaluate(X, Y, batch_size=24, verbose=0), rel=1e-5
+    )
+    np.testing.assert_allclose(
+        outputs, whole.predict(X, batch_size=24, verbose=0), rtol=1e-5
+    )
+
+
+def test_predict_joins_batches_in_order():
+    trainer, _ = make_trainer()
+    kernel, bias = weights_of(trainer.model)
+    outputs = trainer.predict(X, batch_size=5, verbose=0)
+    assert outputs.shape == (24, 1)
+    np.testing.assert_allclose(outputs, X @ kernel + bias, rtol=1e-5, atol=1e-6)
+
+
+def test_predict_ignores_targets_of_a_loader():
+    trainer, _ = make_trainer()
+    outputs = trainer.predict(generate(), verbose=0)
+    np.testing.assert_allclose(
+        outputs, trainer.predict(X, verbose=0), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_predict_and_evaluate_take_so_many_steps():
+    trainer, _ = make_trainer()
+    outputs = trainer.predict(generate(), steps=3, verbose=0)
+    assert len(outputs) == 6
+    loss = trainer.evaluate(generate(), steps=3, verbose=0)
+    expected = trainer.evaluate(X[:6], Y[:6], verbose=0)
+    assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_predict_needs_neither_loss_nor_targets():
+    trainer, _ = make_trainer(Subclassed())
+    assert trainer.predict(X, verbose=0).shape == (24, 1)
