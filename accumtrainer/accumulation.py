@@ -13,7 +13,7 @@ factors in front of the losses are of order one, so that float16 does not
 underflow; they need `Σᵢ wₒᵢ` before the first gradient.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from accumtrainer.keras_api import ops
@@ -33,10 +33,31 @@ class Weighing:
             the plain ones, which ignore denominators.
         needs_totals: whether the window's denominators must be known before
             its first gradient.
+        is_uniform: whether the one denominator is that of all micro-batches.
+        divides_losses: whether losses are divided in place of that gradient,
+            see `divide_first`.
     """
 
     rule: Literal["denominator", "balance", "mean", "sum"]
     needs_totals: bool = False
+    is_uniform: bool = False
+    divides_losses: bool = False
+
+    def divide_first(self, micro_batches):
+        """Divide losses in place of the window's gradient, if that can be.
+
+        It is the same, but takes one pass less over gradients, which may be
+        large. The loss of a micro-batch that is alone is left as it is.
+
+        Args:
+            micro_batches: k, an int or a scalar tensor.
+
+        Returns:
+            `Weighing`.
+        """
+        is_alone = isinstance(micro_batches, int) and micro_batches == 1
+        is_known = self.rule != "denominator" or self.is_uniform
+        return replace(self, divides_losses=is_known or is_alone)
 
 
 def choose_weighing(losses, *, combine, is_even):
@@ -60,10 +81,11 @@ def choose_weighing(losses, *, combine, is_even):
     if combine != "exact":
         return Weighing(rule=combine)
     means = [loss for loss in losses if not loss.is_sum]
+    is_uniform = is_even and all(loss.is_uniform for loss in means)
     if len(means) == 1 and len(losses) == 1:
-        return Weighing(rule="denominator")
-    all_alike = is_even and all(loss.is_uniform for loss in means)
-    return Weighing(rule="balance", needs_totals=bool(means) and not all_alike)
+        return Weighing(rule="denominator", is_uniform=is_uniform)
+    needs_totals = bool(means) and not is_uniform
+    return Weighing(rule="balance", needs_totals=needs_totals)
 
 
 def loss_factors(losses, weighing, *, micro_batches, totals):
@@ -117,6 +139,22 @@ def gradient_weight(losses, weighing):
     return ops.ones((), dtype="float32")
 
 
+def loss_weight(weighing, *, weight, micro_batches):
+    """Weigh one micro-batch's losses, where not its gradient is weighed.
+
+    Args:
+        weighing: `Weighing`.
+        weight: scalar tensor, float32, see `gradient_weight`.
+        micro_batches: scalar tensor, float32, k.
+
+    Returns:
+        Scalar tensor, float32, or a float.
+    """
+    if not weighing.divides_losses:
+        return weight
+    return 1.0 if weighing.rule == "sum" else 1.0 / micro_batches
+
+
 def gradient_divisor(weighing, *, total_weight, micro_batches):
     """Choose what the window's weighted sum of gradients is divided by.
 
@@ -126,8 +164,10 @@ def gradient_divisor(weighing, *, total_weight, micro_batches):
         micro_batches: scalar tensor, float32, k.
 
     Returns:
-        Scalar tensor, float32.
+        Scalar tensor, float32, or `None` if that has been done.
     """
+    if weighing.divides_losses:
+        return None
     if weighing.rule == "denominator":
         return total_weight
     if weighing.rule == "sum":

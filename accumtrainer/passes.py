@@ -14,6 +14,7 @@ import numpy as np
 from accumtrainer.accumulation import (
     gradient_weight,
     loss_factors,
+    loss_weight,
     where_sum,
 )
 from accumtrainer.clipping import global_norm
@@ -193,11 +194,14 @@ class Passes:
             if self._loss_scale is not None:
                 total = total * self._state.loss_scale.value
             summary = _summary(measured, share.weighing, book.take())
-            if self._weighs_losses:
+            if self.weighs_losses:
                 # A denominator may depend on the weights, as a count of what
                 # is predicted does, and is a constant nevertheless.
-                weight = ops.stop_gradient(summary["gradient_weight"])
-                total = total * weight
+                total = total * loss_weight(
+                    share.weighing,
+                    weight=ops.stop_gradient(summary["gradient_weight"]),
+                    micro_batches=ops.cast(share.total, "float32"),
+                )
             return total, summary
 
         # Layers may run again while their gradients are taken.
@@ -205,7 +209,7 @@ class Passes:
             summary, gradients = self._backend.value_and_grad(
                 objective,
                 self._model.trainable_variables,
-                keeps_rows=self._weighs_losses,
+                keeps_rows=self.weighs_losses,
             )
         info = replace(info, loss=summary["loss"], weight=summary["weight"])
         book.open()
@@ -236,7 +240,7 @@ class Passes:
         return ops.concatenate([*losses, ops.stack(numbers)])
 
     @property
-    def _weighs_losses(self):
+    def weighs_losses(self):
         """Whether to multiply losses by their weights, not their gradients.
 
         That is the same, but a gradient that is added as it comes need not
@@ -248,7 +252,7 @@ class Passes:
 
     def _weigh(self, gradients, weight, info):
         """Weigh a micro-batch's gradients; measure their norm if asked to."""
-        if self._weighs_losses:
+        if self.weighs_losses:
             return gradients, None
         factor = weight
         if self._loss_scale is not None:

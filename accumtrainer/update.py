@@ -84,7 +84,8 @@ class Update:
         # The norm of what is yet to be divided, since dividing where the
         # optimizer reads it spares memory a pass.
         norm = global_norm(sums, self._backend.sum_of_squares)
-        norm = ops.divide_no_nan(norm, divisor)
+        if divisor is not None:
+            norm = ops.divide_no_nan(norm, divisor)
         is_finite = ops.isfinite(norm)
         hooks._log_book.open()
         gradients = None
@@ -261,6 +262,15 @@ def _divide(sums, divisor):
 
     A product costs so little that it is computed wherever it is read, while
     the quotients of large gradients would be written to memory first.
+
+    Args:
+        sums: list of tensors, float32.
+        divisor: scalar tensor, float32, or `None` if that has been done.
+
+    Returns:
+        List of tensors, float32.
     """
+    if divisor is None:
+        return sums
     factor = ops.divide_no_nan(1.0, divisor)
     return [total * factor for total in sums]

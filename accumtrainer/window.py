@@ -199,6 +199,9 @@ class WindowProgram:
         """
         micro_batches = length(stacked)
         weighing = self._weighing(is_even=True)
+        looks_ahead = self.looks_ahead(micro_batches)
+        if self._passes.weighs_losses and not looks_ahead:
+            weighing = weighing.divide_first(micro_batches)
         share = Share.whole(micro_batches, weighing)
         if weighing.needs_totals:
             totals = self._passes.scan_weights(stacked, share)
@@ -207,7 +210,7 @@ class WindowProgram:
         sums = self._passes.zeros()
         ahead = None
         with self._variables.begun_empty():
-            if self.looks_ahead(micro_batches):
+            if looks_ahead:
                 parts = self._passes.scan_embeddings(stacked, share)
                 cotangents, loss, gradients = self._differentiate(
                     join_rows(parts), micro_batches

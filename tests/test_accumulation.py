@@ -1,5 +1,7 @@
 """Claims about the arithmetic of a window, on numbers done by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from accumtrainer.accumulation import (
     gradient_divisor,
     gradient_weight,
     loss_factors,
+    loss_weight,
     window_means,
 )
 from accumtrainer.keras_api import ops
@@ -114,6 +117,30 @@ def test_weight_and_divisor_of_each_rule(rule, weight, divisor):
     )
 
 
+@pytest.mark.parametrize(
+    ("losses", "combine", "is_even", "count", "divides"),
+    [
+        ([UNIFORM], "exact", True, 3, True),
+        ([UNIFORM], "exact", False, 3, False),
+        ([MEAN], "exact", True, 3, False),
+        ([MEAN], "exact", True, 1, True),
+        ([MEAN, SUM], "exact", True, 3, True),
+        ([MEAN], "mean", True, 3, True),
+        ([SUM], "sum", True, 3, True),
+    ],
+)
+def test_losses_are_divided_first_where_the_divisor_is_known(
+    losses, combine, is_even, count, divides
+):
+    weighing = choose_weighing(losses, combine=combine, is_even=is_even)
+    divided = weighing.divide_first(count)
+    assert divided.divides_losses == divides
+    divisor = gradient_divisor(
+        divided, total_weight=ops.ones(()), micro_batches=ops.ones(())
+    )
+    assert (divisor is None) == divides
+
+
 def test_empty_micro_batch_weighs_too_little_to_count_beside_others():
     weighing = Weighing(rule="denominator")
     empty = gradient_weight([WeightedLoss(0.0, 0.0)], weighing)
@@ -170,6 +197,17 @@ def test_both_arrangements_are_the_weighted_mean(rows):
     )
 
 
+@pytest.mark.parametrize("rule", ["denominator", "balance", "mean", "sum"])
+@given(rows=micro_batches)
+def test_dividing_losses_first_gives_the_same(rule, rows):
+    gradients, _, weights, _ = np.array(rows, "float32").T
+    if rule == "denominator":
+        weights = np.full_like(weights, weights[0])
+    received = arrange([(gradients, weights)], rule, is_uniform=True)
+    expected = arrange([(gradients, weights)], rule)
+    assert received == pytest.approx(expected, abs=1e-5)
+
+
 @given(micro_batches)
 def test_balance_gives_each_loss_its_own_denominator(rows):
     first, second, weights, others = np.array(rows, "float32").T
@@ -179,10 +217,12 @@ def test_balance_gives_each_loss_its_own_denominator(rows):
     assert arrange(outputs, "balance") == pytest.approx(expected, abs=1e-5)
 
 
-def arrange(outputs, rule):
+def arrange(outputs, rule, *, is_uniform=False):
     """Run the window's sum as the step does, over columns of micro-batches."""
     weighing = Weighing(rule=rule, needs_totals=rule == "balance")
     count = ops.convert_to_tensor(float(len(outputs[0][0])))
+    if is_uniform:
+        weighing = replace(weighing, is_uniform=True).divide_first(count)
     totals = ops.convert_to_tensor([np.sum(w) for _, w in outputs])
     total = total_weight = 0.0
     for i in range(len(outputs[0][0])):
@@ -192,9 +232,11 @@ def arrange(outputs, rule):
         )
         gradient = sum(f * v.mean for f, v in zip(factors, losses, strict=True))
         weight = gradient_weight(losses, weighing)
-        total += gradient * weight
+        total += gradient * loss_weight(
+            weighing, weight=weight, micro_batches=count
+        )
         total_weight += weight
     divisor = gradient_divisor(
         weighing, total_weight=total_weight, micro_batches=count
     )
-    return float(total / divisor)
+    return float(total if divisor is None else total / divisor)
