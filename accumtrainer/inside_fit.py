@@ -108,6 +108,7 @@ class FitAccumulator(Hooks):
         self._train_function_before = None
         self._trains = None
         self._program = self._step = None
+        self._is_first_group = True
         self._progress = Progress()
         self._unread_windows = self._known_skips = 0
         self._is_running = False
@@ -163,6 +164,7 @@ class FitAccumulator(Hooks):
             self._groups_per_epoch = math.ceil(
                 batches_per_epoch / model.steps_per_execution
             )
+        self._is_first_group = True
         self._begun = time.monotonic() - self._progress.seconds
         self._train_function_before = model.train_function
         model.train_function = self._train_function
@@ -243,8 +245,9 @@ class FitAccumulator(Hooks):
         """
         self._check_skips()
         group = self._groups.take(iterator)
-        if self._program is None:
+        if self._is_first_group:
             self._prepare(group.batches()[0])
+            self._is_first_group = False
         self._fit_state.settle(self._shown)
         self._is_running = True
         self._progress.micro_batches += len(group)
@@ -305,7 +308,10 @@ class FitAccumulator(Hooks):
     # Parts.
 
     def _prepare(self, batch):
-        """Build what is missing before the first micro-batch runs."""
+        """Build what is missing before the first micro-batch of a `fit`."""
+        if self._program is not None:
+            self._program.learn_losses(batch)
+            return
         check_dense(batch)
         self._backend.publish()
         self._build_model(batch)

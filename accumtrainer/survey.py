@@ -56,12 +56,7 @@ class Survey:
         book.open()
         movable = [*model.non_trainable_variables, *passes.tracked]
         before = [variable.value for variable in movable]
-        share = Share.whole(ops.ones((), "int32"))
-        info = passes.info(ops.zeros((), "int32"), share)
-        changed = hooks.on_micro_batch(batch, info)
-        check_batch(batch, changed)
-        with passes.layers_in_window(info.index):
-            measured = passes.objective.measure(changed, info)
+        info, changed, measured = _measure(hooks, passes, batch)
         self.losses = measured.weighted
         self.is_sum = np.array([loss.is_sum for loss in self.losses])
         self.loss_names = list(measured.losses)
@@ -105,3 +100,40 @@ class Survey:
                 )
         read = self._scope.strangers_read.items()
         return [variable for key, variable in read if key not in ids]
+
+
+def survey_losses(hooks, passes, backend, batch):
+    """Run the losses of a micro-batch once without effect.
+
+    Args:
+        hooks: `Hooks`, usually the Trainer.
+        passes: `Passes`.
+        backend: the functions a backend must provide.
+        batch: `Batch` of arrays, one micro-batch.
+
+    Returns:
+        List of `WeightedLoss`, of which only the kind counts.
+    """
+    losses = []
+
+    def run(batch):
+        hooks._log_book.open()
+        _, _, measured = _measure(hooks, passes, batch)
+        hooks._log_book.take()
+        losses.extend(measured.weighted)
+        return measured.means()
+
+    with Scratch(passes.variables):
+        backend.trace(run, batch)
+    return losses
+
+
+def _measure(hooks, passes, batch):
+    """Prepare a micro-batch that is alone, and compute its losses."""
+    share = Share.whole(ops.ones((), "int32"))
+    info = passes.info(ops.zeros((), "int32"), share)
+    changed = hooks.on_micro_batch(batch, info)
+    check_batch(batch, changed)
+    with passes.layers_in_window(info.index):
+        measured = passes.objective.measure(changed, info)
+    return info, changed, measured

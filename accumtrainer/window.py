@@ -27,13 +27,15 @@ as a function of the variables' values (JAX); what must differ is asked of the
 backend: to differentiate, to loop, to branch, to compile.
 """
 
+import optree
+
 from accumtrainer.accumulation import choose_weighing
 from accumtrainer.gradient_cache import join, join_rows, split, split_rows
 from accumtrainer.keras_api import ops
 from accumtrainer.passes import Passes, length
 from accumtrainer.replicas import Share
 from accumtrainer.shared_window import SharedWindow, share_of
-from accumtrainer.survey import Survey
+from accumtrainer.survey import Survey, survey_losses
 from accumtrainer.update import Update
 from accumtrainer.window_variables import WindowVariables
 
@@ -90,6 +92,7 @@ class WindowProgram:
         self.operations = survey.operations
         self.loss_names = survey.loss_names
         self.losses = survey.losses
+        self._known_losses = {optree.tree_structure(batch): survey.losses}
         if not hooks.optimizer.built:
             hooks.optimizer.build(hooks.model.trainable_variables)
         variables = WindowVariables(hooks, state, backend, survey, passes)
@@ -106,6 +109,22 @@ class WindowProgram:
         self._shared = SharedWindow(
             hooks, state, backend, survey, passes, variables
         )
+
+    def learn_losses(self, batch):
+        """Learn which losses the micro-batches to come have.
+
+        Sample weights, or another part that was not there before, change how
+        a window is weighed.
+
+        Args:
+            batch: `Batch` of arrays, one micro-batch.
+        """
+        parts = optree.tree_structure(batch)
+        if parts not in self._known_losses:
+            self._known_losses[parts] = survey_losses(
+                self._hooks, self._passes, self._backend, batch
+            )
+        self.losses = self._known_losses[parts]
 
     @property
     def measures_gradients(self):

@@ -79,6 +79,19 @@ def test_class_weights_count_as_in_the_big_batch(rng, reduction, sizes):
     )
 
 
+@pytest.mark.parametrize("plan", ["fused", "streamed"])
+def test_weights_that_only_later_data_have_count(rng, use_plan, plan):
+    use_plan(plan)
+    mean = losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction="mean_with_sample_weight"
+    )
+    pair = Pair(make_mlp, loss=mean)
+    weighted = weighted_batches(rng, "sample weights", (4, 4))
+    unweighted = [(x, y) for x, y, _ in weighted]
+    for batches in (unweighted, weighted, unweighted):
+        pair.assert_exact(batches)
+
+
 @each_size(((4, 4), (3, 2, 1)))
 @pytest.mark.parametrize(
     "weighting", ["sample weights", "mask and token weights"]

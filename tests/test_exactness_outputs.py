@@ -4,6 +4,7 @@ import functools
 
 import pytest
 from exactness_cases import (
+    CLASSES,
     FEATURES,
     L2,
     OUTPUTS,
@@ -60,6 +61,31 @@ def test_outputs_with_weights_of_their_own_are_exact(rng, name, sizes):
     as_dict = "as_dict" in OUTPUTS[name]
     batches = tags_and_scores(rng, sizes, as_dict=as_dict, is_weighted=True)
     outputs_pair(name).assert_exact(batches)
+
+
+@pytest.mark.parametrize("plan", ["fused", "streamed"])
+def test_weights_of_outputs_that_only_later_data_have_count(
+    rng, use_plan, plan
+):
+    use_plan(plan)
+    pair = Pair(
+        make_two_headed,
+        loss=[
+            losses.MeanSquaredError(reduction="mean_with_sample_weight"),
+            losses.MeanAbsoluteError(reduction="mean_with_sample_weight"),
+        ],
+    )
+    batches = [
+        (x, (y, y), (w, w**2))
+        for x, y, w in with_weights(rng, features_and_numbers(rng, (4, 4)), ())
+    ]
+    for count in (2, 3, 2):
+        pair.assert_exact([batch[:count] for batch in batches])
+
+
+def make_two_headed():
+    x = keras.Input([FEATURES])
+    return keras.Model(x, [layers.Dense(CLASSES)(x) for _ in range(2)])
 
 
 @each_size(((2, 2), (3, 1)))

@@ -433,6 +433,20 @@ def test_model_is_as_it_was_and_a_second_fit_goes_on():
     assert_same_weights(model, trainer.model, 1e-5)
 
 
+def test_weights_that_only_a_later_fit_has_count():
+    mean = keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction="mean_with_sample_weight"
+    )
+    model = mlp(loss=mean, steps_per_execution=3)
+    twin = mlp(loss=mean)
+    callback, trainer = GradientAccumulation(3), make_trainer(twin, 3)
+    data = X[:18], Y[:18]
+    for options in ({}, {"sample_weight": WEIGHTS[:18]}, {}):
+        model.fit(*data, callbacks=[callback], **ORDER, **options)
+        trainer.fit(*data, **ORDER, **options)
+    assert_same_weights(model, twin, 1e-5)
+
+
 class Fail(keras.callbacks.Callback):
     """Raises an error after some batches."""
 
