@@ -7,7 +7,7 @@ import numpy as np
 from accumtrainer import errors
 from accumtrainer.hooks import check_batch, check_gradients
 from accumtrainer.keras_api import ops
-from accumtrainer.objective import total_loss
+from accumtrainer.objective import metric_variables, total_loss
 from accumtrainer.replicas import Share
 from accumtrainer.state import Scratch
 
@@ -30,10 +30,11 @@ class Survey:
         loss_names: list of str, their names.
         is_sum: array `(losses,)`, bool, which of them are no means.
         reductions: dict from what hooks log to how it is reduced.
-        written: list of the model's non-trainable variables that a pass
-            writes.
-        moved: list of those, and of the metrics and tracked variables, that
-            it gives a new value.
+        written: list of the variables of model and metrics that a pass
+            writes. It leaves the metrics of its losses alone that Keras gives
+            a compiled model.
+        moved: list of the model's and the tracked variables that it gives a
+            new value.
     """
 
     def __init__(self, hooks, passes, backend, batch):
@@ -44,9 +45,8 @@ class Survey:
         book.reductions.clear()
         with Scratch(passes.variables) as scope:
             self.operations = backend.trace(self._run, batch)
-            self.written = [
-                v for v in model.non_trainable_variables if scope.has_written(v)
-            ]
+            movable = model.non_trainable_variables + metric_variables(model)
+            self.written = [v for v in movable if scope.has_written(v)]
         self.reductions = book.reductions
         self._scope = scope
 

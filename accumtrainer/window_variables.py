@@ -47,7 +47,6 @@ class WindowVariables:
         self.accumulators = []
         undoable = [
             *(v for v in survey.written if not is_random_state(v)),
-            *metric_variables(self._model),
             *(v for v in self._tracked if not is_random_state(v)),
         ]
         self._undoable = _unique(undoable)
