@@ -7,10 +7,12 @@ import numpy as np
 from accumtrainer import errors
 from accumtrainer.batches import (
     Batch,
+    Window,
     as_arrays,
     count_samples,
     map_leaves,
     slice_sizes,
+    take_rows,
     weigh_classes,
     window_of_rows,
 )
@@ -142,12 +144,15 @@ class ArraySource(Source):
         rows = items[0] if len(items) == 1 else np.concatenate(items)
         if not self._shuffle and _are_neighbours(rows):
             rows = slice(rows[0], rows[-1] + 1)
-            gathered = map_leaves(lambda leaf: leaf[rows], self._data)
-        else:
-            gathered = map_leaves(
-                lambda leaf: np.take(leaf, rows, axis=0), self._data
-            )
-        return window_of_rows(gathered, sizes)
+            neighbours = map_leaves(lambda leaf: leaf[rows], self._data)
+            return window_of_rows(neighbours, sizes)
+        if len(set(sizes)) == 1:
+            table = rows.reshape(len(sizes), sizes[0])
+            return Window(self._gather(table), None, sizes)
+        return window_of_rows(self._gather(rows), sizes)
+
+    def _gather(self, rows):
+        return map_leaves(lambda leaf: take_rows(leaf, rows), self._data)
 
     def _order(self, pass_index):
         if not self._shuffle:

@@ -3,6 +3,7 @@
 Pure NumPy: the compiled steps turn the arrays into their own tensors.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -11,6 +12,12 @@ import numpy as np
 
 from accumtrainer import errors
 from accumtrainer.keras_api import keras, tree
+
+ALIGNMENT = 64
+"""Bytes, at a multiple of which the processor's devices want arrays begin."""
+
+WORTH_ALIGNING = 1 << 17
+"""Bytes of an array from which on a copy takes longer than to avoid it."""
 
 
 class Batch(NamedTuple):
@@ -112,6 +119,51 @@ class Window:
         count = self.processes
         sizes = slice_sizes(self.samples // count, micro_batch_size // count)
         return window_of_rows(joined, sizes).as_share(count)
+
+
+def empty_for_device(shape, dtype):
+    """Make an array that a device of the host can use where it is.
+
+    JAX copies what does not begin at a multiple of 64 bytes. Whoever fills the
+    array must leave it alone afterwards.
+
+    Args:
+        shape: tuple.
+        dtype: NumPy dtype.
+
+    Returns:
+        Array, its contents arbitrary.
+
+    Example:
+        >>> array = empty_for_device((200, 300), np.dtype("float32"))
+        >>> array.ctypes.data % ALIGNMENT
+        0
+    """
+    size_bytes = math.prod(shape) * dtype.itemsize
+    if size_bytes < WORTH_ALIGNING or dtype.hasobject:
+        return np.empty(shape, dtype)
+    memory = np.empty(size_bytes + ALIGNMENT, "uint8")
+    return np.ndarray(shape, dtype, memory, -memory.ctypes.data % ALIGNMENT)
+
+
+def take_rows(array, rows):
+    """Gather rows of an array, as `array[rows]` does.
+
+    Args:
+        array: array of any shape but `()`.
+        rows: array of int, each from 0 to `len(array) - 1`.
+
+    Returns:
+        Array, shaped like `rows` and then like a row.
+
+    Example:
+        >>> take_rows(np.array([5, 6, 7]), np.array([[2, 0]]))
+        array([[7, 5]])
+    """
+    gathered = empty_for_device(rows.shape + array.shape[1:], array.dtype)
+    # NumPy would write through a buffer first where it has to look for rows
+    # that are not there.
+    return array.take(rows, axis=0, out=gathered, mode="clip")
 
 
 def map_leaves(function, *nests):
@@ -414,8 +466,13 @@ def window_of_batches(batches, micro_batch_size):
         return window_of_rows(batches[0], sizes)
     if len({_signature(batch) for batch in batches}) > 1:
         return Window(None, tuple(batches), sizes)
-    stacked = map_leaves(lambda *rows: np.stack(rows), *batches)
-    return Window(stacked, None, sizes)
+    return Window(map_leaves(_stack, *batches), None, sizes)
+
+
+def _stack(*arrays):
+    first = arrays[0]
+    shape = (len(arrays), *first.shape)
+    return np.stack(arrays, out=empty_for_device(shape, first.dtype))
 
 
 def _signature(batch):

@@ -1,7 +1,7 @@
 """Checks windows on the host, before they change anything."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -228,15 +228,30 @@ class InputChecks:
             DataError: another size than before; or, with `numbers`, a number
                 that is not finite, or a label of no class.
         """
-        place = f"micro-batch {{}}, window {index} of epoch {epoch}"
         batches = [window.stacked] if window.is_even else window.parts
         for position, batch in enumerate(batches):
             axis = 1 if window.is_even else 0
-            check_sizes(batch, self.sizes, place.format(position), axis)
+            place = Place(position, index, epoch)
+            check_sizes(batch, self.sizes, place, axis)
         if not self.numbers:
             return
         for position, batch in enumerate(window.split()):
-            check_numbers(batch, self.labels or {}, place.format(position))
+            place = Place(position, index, epoch)
+            check_numbers(batch, self.labels or {}, place)
+
+
+class Place(NamedTuple):
+    """Where a batch is, each counted from 0; spelled out only in an error."""
+
+    micro_batch: int
+    window: int
+    epoch: int
+
+    def __str__(self):
+        return (
+            f"micro-batch {self.micro_batch}, window {self.window} of epoch "
+            f"{self.epoch}"
+        )
 
 
 def check_sizes(batch, sizes, place, samples_axis=0):
@@ -245,7 +260,7 @@ def check_sizes(batch, sizes, place, samples_axis=0):
     Args:
         batch: `Batch`.
         sizes: dict, from `fixed_sizes`.
-        place: str, where the batch is.
+        place: `Place` of the batch, for the message.
         samples_axis: int, which axis counts the samples.
 
     Raises:
@@ -273,7 +288,7 @@ def check_numbers(batch, rules, place):
     Args:
         batch: `Batch`.
         rules: dict from the path in y to `LabelRule`.
-        place: str, where the batch is.
+        place: `Place` of the batch, for the message.
 
     Raises:
         DataError: there is one.

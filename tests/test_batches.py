@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from accumtrainer import errors
 from accumtrainer.batches import (
+    ALIGNMENT,
     Batch,
     Window,
     count_samples,
@@ -214,6 +215,25 @@ def _assert_equal_windows(left, right):
         )
         for leaf, twin in pairs:
             np.testing.assert_array_equal(leaf, twin)
+
+
+@pytest.mark.parametrize("source", ["arrays", "loader"])
+@pytest.mark.parametrize("dtype", ["float32", "int64", "U2"])
+def test_large_windows_begin_where_a_device_can_use_them(source, dtype, rng):
+    # Three times, as memory may happen to begin well.
+    x = rng.normal(size=[12, 20_000]).astype(dtype)
+    for rows in rng.permuted(np.tile(np.arange(12), [3, 1]), axis=1):
+        items = np.split(rows, 4)
+        parts = [Batch(np.zeros(3), x[item]) for item in items]
+        window = (
+            window_of_batches(parts, None)
+            if source == "loader"
+            else ArraySource(np.zeros(12), x).window(items, None)
+        )
+        np.testing.assert_array_equal(
+            window.stacked.y, x[rows].reshape(4, 3, -1)
+        )
+        assert window.stacked.y.ctypes.data % ALIGNMENT == 0
 
 
 def test_split_gives_views_of_the_stacked_window():
