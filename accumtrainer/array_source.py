@@ -136,16 +136,12 @@ class ArraySource(Source):
         position.batches = batches
 
     def window(self, items, micro_batch_size):
-        """Gather all rows of a window at once, or slice neighbouring ones."""
+        """Gather all rows of a window at once."""
         sizes = tuple(len(item) for item in items)
         if micro_batch_size is not None:
             (size,) = sizes
             sizes = slice_sizes(size, micro_batch_size)
         rows = items[0] if len(items) == 1 else np.concatenate(items)
-        if not self._shuffle and _are_neighbours(rows):
-            rows = slice(rows[0], rows[-1] + 1)
-            neighbours = map_leaves(lambda leaf: leaf[rows], self._data)
-            return window_of_rows(neighbours, sizes)
         if len(set(sizes)) == 1:
             table = rows.reshape(len(sizes), sizes[0])
             return Window(self._gather(table), None, sizes)
@@ -158,10 +154,6 @@ class ArraySource(Source):
         if not self._shuffle:
             return np.arange(self._samples, dtype=np.intp)
         return permutation(self._samples, self._seed, pass_index)
-
-
-def _are_neighbours(rows):
-    return bool(np.all(np.diff(rows) == 1))
 
 
 def _spread_sample_weight(data):

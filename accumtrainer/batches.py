@@ -39,7 +39,9 @@ class Batch(NamedTuple):
 class Window:
     """The micro-batches that feed one optimizer update.
 
-    Exactly one of `stacked` and `parts` is there.
+    Exactly one of `stacked` and `parts` is there. Their arrays are the window's
+    own: whoever makes it leaves them alone from then on, as devices may share
+    their memory.
 
     Args:
         stacked: `Batch` with leaves of shape `[k, m, ...]`, when all k
@@ -124,26 +126,32 @@ class Window:
 def empty_for_device(shape, dtype):
     """Make an array that a device of the host can use where it is.
 
-    JAX copies what does not begin at a multiple of 64 bytes. Whoever fills the
-    array must leave it alone afterwards.
+    Devices want memory that begins at a multiple of 64 bytes, and copy other.
+    Whoever fills the array must leave it alone afterwards.
 
     Args:
         shape: tuple.
-        dtype: NumPy dtype.
+        dtype: NumPy dtype, of numbers or text of fixed length.
 
     Returns:
         Array, its contents arbitrary.
 
     Example:
-        >>> array = empty_for_device((200, 300), np.dtype("float32"))
-        >>> array.ctypes.data % ALIGNMENT
-        0
+        >>> array = empty_for_device((3, 5), np.dtype("float32"))
+        >>> array.shape, array.ctypes.data % ALIGNMENT
+        ((3, 5), 0)
     """
     size_bytes = math.prod(shape) * dtype.itemsize
-    if size_bytes < WORTH_ALIGNING or dtype.hasobject:
-        return np.empty(shape, dtype)
     memory = np.empty(size_bytes + ALIGNMENT, "uint8")
     return np.ndarray(shape, dtype, memory, -memory.ctypes.data % ALIGNMENT)
+
+
+def _empty(shape, dtype):
+    """Make an array for a window, `empty_for_device` if that is worth it."""
+    size_bytes = math.prod(shape) * dtype.itemsize
+    is_small = size_bytes < WORTH_ALIGNING
+    make = np.empty if is_small or dtype.hasobject else empty_for_device
+    return make(shape, dtype)
 
 
 def take_rows(array, rows):
@@ -160,7 +168,7 @@ def take_rows(array, rows):
         >>> take_rows(np.array([5, 6, 7]), np.array([[2, 0]]))
         array([[7, 5]])
     """
-    gathered = empty_for_device(rows.shape + array.shape[1:], array.dtype)
+    gathered = _empty(rows.shape + array.shape[1:], array.dtype)
     # NumPy would write through a buffer first where it has to look for rows
     # that are not there.
     return array.take(rows, axis=0, out=gathered, mode="clip")
@@ -472,7 +480,7 @@ def window_of_batches(batches, micro_batch_size):
 def _stack(*arrays):
     first = arrays[0]
     shape = (len(arrays), *first.shape)
-    return np.stack(arrays, out=empty_for_device(shape, first.dtype))
+    return np.stack(arrays, out=_empty(shape, first.dtype))
 
 
 def _signature(batch):

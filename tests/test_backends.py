@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from accumtrainer import Callback, NonFiniteError, Trainer
+from accumtrainer.batches import empty_for_device
 from accumtrainer.callback import HOOKS
 from accumtrainer.keras_api import BACKEND, keras
 from accumtrainer.steps import make_backend
@@ -275,9 +276,43 @@ def test_fourth_shape_is_warned_of_once_with_the_remedy(accumulation):
     assert len(all) == 1
 
 
-@pytest.mark.skipif(
-    BACKEND != "tensorflow", reason="is about shapes that TensorFlow relaxes"
+tensorflow_only = pytest.mark.skipif(
+    BACKEND != "tensorflow", reason="is about what TensorFlow does of its own"
 )
+
+MEMORY = empty_for_device((48,), np.dtype("float32"))
+MEMORY[:] = np.arange(48)
+
+
+@tensorflow_only
+@pytest.mark.parametrize(
+    "array",
+    [
+        MEMORY[:20].reshape(4, 5),
+        MEMORY[1:21].reshape(4, 5),
+        MEMORY[:40].reshape(4, 10)[:, ::2],
+        np.broadcast_to(MEMORY[:5], [4, 5]),
+        MEMORY[:20].astype(">i4").reshape(4, 5),
+        MEMORY[:20].astype("int64").reshape(4, 5),
+        MEMORY[:20].astype("float16").reshape(4, 5),
+        MEMORY[:20].reshape(4, 5) > 3,
+        MEMORY[:20].astype("S2").reshape(4, 5),
+        np.float32(3),
+    ],
+    ids=lambda array: f"{array.dtype}{array.strides}",
+)
+def test_arrays_become_tensors_wherever_they_begin(array):
+    from accumtrainer.steps.tensorflow_programs import to_tensor
+
+    tensor = to_tensor(array)
+    assert tensor.dtype == array.dtype.newbyteorder("=")
+    np.testing.assert_array_equal(tensor.numpy(), array)
+    if array.dtype.kind in "iuf":
+        # Arithmetic insists on memory that begins well, or ends the process.
+        np.testing.assert_array_equal((tensor + tensor).numpy(), array + array)
+
+
+@tensorflow_only
 def test_many_shapes_are_no_matter_on_tensorflow():
     fit_lengths(sequence_trainer(4), [4, 5, 6, 7, 8, 9])
 

@@ -81,12 +81,22 @@ def test_arrays_keep_a_short_last_batch():
     assert (source.batches_per_epoch, source.samples_per_epoch) == (3, 10)
 
 
-def test_unshuffled_windows_are_views():
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_windows_of_arrays_have_memory_of_their_own(shuffle):
     x = np.zeros([8, 3], "float32")
-    source = ArraySource(x, batch_size=2, shuffle=False)
+    source = ArraySource(x, batch_size=2, shuffle=shuffle)
     window = source.window(list(source.iterate(0)), None)
     assert window.stacked.x.shape == (4, 2, 3)
-    assert np.shares_memory(window.stacked.x, x)
+    assert not np.shares_memory(window.stacked.x, x)
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_windows_of_loaders_have_memory_of_their_own(steps):
+    x = np.zeros([8, 3], "float32")
+    source = IterableSource([x, x])
+    items = list(source.iterate(0))[: steps or 1]
+    window = source.window(items, None if steps else 4)
+    assert not np.shares_memory(window.stacked.x, x)
 
 
 def test_shuffled_windows_stay_aligned_across_leaves():

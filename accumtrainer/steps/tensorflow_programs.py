@@ -3,8 +3,11 @@
 import functools
 from typing import Any, cast
 
+import numpy as np
 import optree
 import tensorflow as tf
+
+from accumtrainer.batches import ALIGNMENT, empty_for_device
 
 
 class Compiled:
@@ -43,7 +46,7 @@ class Compiled:
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = self._trace(leaves, treedef)
-        return program(*map(tf.convert_to_tensor, leaves))
+        return program(*map(to_tensor, leaves))
 
     def _trace(self, leaves, treedef):
         # What reduces retracing joins shapes of different ranks into one of
@@ -76,6 +79,28 @@ def _joint_spec(leaves):
     sizes = zip(*(leaf.shape for leaf in leaves), strict=True)
     shape = [n if {n} == set(others) else None for n, *others in sizes]
     return tf.TensorSpec(shape, leaves[0].dtype)
+
+
+def to_tensor(leaf):
+    """Make a tensor of an array, which shares the memory of large windows.
+
+    Nobody writes to that any more. `tf.convert_to_tensor` would copy it, and
+    takes ten times as long to find out that it is an array.
+    """
+    if not isinstance(leaf, np.ndarray) or not _can_share(leaf.dtype):
+        return tf.convert_to_tensor(leaf)
+    flags = leaf.flags
+    is_sharable = flags.c_contiguous and flags.writeable
+    # TensorFlow does not look where memory begins, and fails later.
+    if not is_sharable or leaf.ctypes.data % ALIGNMENT:
+        copied = empty_for_device(leaf.shape, leaf.dtype)
+        copied[...] = leaf
+        leaf = copied
+    return tf.experimental.dlpack.from_dlpack(leaf.__dlpack__())
+
+
+def _can_share(dtype):
+    return dtype.kind in "iuf" and dtype.isnative
 
 
 def to_spec(leaf):
