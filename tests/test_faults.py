@@ -290,8 +290,9 @@ def test_types_may_change_between_batches():
         trainer = classifier(accumulation=3)
         trainer.fit(data, verbose=0)
         trained.append(values_of(trainer))
+    # Windows of several types run in another way, which rounds differently.
     for one, other in zip(*trained, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6)
+        np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
 def test_lengths_may_change_where_the_model_lets_them():

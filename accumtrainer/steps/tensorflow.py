@@ -87,7 +87,9 @@ class TensorFlowBackend:
             self._is_for_xla = jit_compile
             return function(*arguments)
 
-        return Compiled(traced, jit_compile)
+        # An accelerator may still be reading when the host goes on.
+        shares_memory = not self.has_accelerator()
+        return Compiled(traced, jit_compile, shares_memory=shares_memory)
 
     def expect(self, function, calls):
         """Prepare a compiled function for arguments of different shapes."""

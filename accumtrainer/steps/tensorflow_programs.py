@@ -15,11 +15,17 @@ class Compiled:
 
     `tf.function` itself takes longer to find the program for some nested
     arguments than a small model takes to run it.
+
+    Args:
+        function: function of nests of tensors.
+        jit_compile: bool, whether XLA compiles it.
+        shares_memory: bool, whether to compute with arrays where they are.
     """
 
-    def __init__(self, function, jit_compile):
+    def __init__(self, function, jit_compile, *, shares_memory):
         self._function = function
         self._jit_compile = jit_compile
+        self._to_tensor = to_tensor if shares_memory else tf.convert_to_tensor
         self._programs = {}
         self._structures = {}
 
@@ -46,7 +52,7 @@ class Compiled:
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = self._trace(leaves, treedef)
-        return program(*map(to_tensor, leaves))
+        return program(*map(self._to_tensor, leaves))
 
     def _trace(self, leaves, treedef):
         # What reduces retracing joins shapes of different ranks into one of
