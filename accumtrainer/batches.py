@@ -68,6 +68,17 @@ class Window:
         return sum(self.sizes)
 
     @property
+    def size_bytes(self):
+        """Bytes of all arrays together."""
+        batches = self.parts or (self.stacked,)
+        return sum(
+            leaf.nbytes
+            for batch in batches
+            for part in batch
+            for leaf in leaves(part)
+        )
+
+    @property
     def is_even(self):
         """Whether all micro-batches have the same shapes."""
         return self.stacked is not None

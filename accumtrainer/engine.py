@@ -7,6 +7,7 @@ from accumtrainer import errors
 from accumtrainer.batches import Batch, map_leaves
 from accumtrainer.equivalence import EquivalenceCheck
 from accumtrainer.evaluator import Evaluator
+from accumtrainer.in_flight import InFlight
 from accumtrainer.inspection import Replay
 from accumtrainer.keras_api import BACKEND, keras
 from accumtrainer.logs import Logs
@@ -73,6 +74,7 @@ class Engine:
         self._progress = Progress()
         self._shown = None
         self._last_report = None
+        self._in_flight = InFlight()
         self.last_window = None
         self.data_seconds = 0.0
         self._unread_windows = 0
@@ -363,6 +365,7 @@ class Engine:
     def start_epoch(self, epoch):
         """Begin an epoch's running means."""
         self.publish()
+        self._in_flight.clear()
         self._program.start_epoch(epoch)
 
     def run_window(self, window):
@@ -381,6 +384,8 @@ class Engine:
             window, self._step, self._program
         )
         self.last_window = window
+        if self._backend.runs_ahead:
+            self._in_flight.add(self._last_report, window.size_bytes)
         self._unread_windows += 1
         if self._max_consecutive_skips is not None:
             most_skips = self._known_skips + self._unread_windows

@@ -64,6 +64,7 @@ MODULE_ORDER = (
     "evaluator",
     "snapshot",
     "device",
+    "in_flight",
     "sizing",
     "inspection",
     "equivalence",

@@ -106,6 +106,9 @@ class JaxBackend:
     def expect(self, function, calls):
         """Prepare for nothing; a program has one shape here."""
 
+    runs_ahead = True
+    """Whether programs are still running when a call of them returns."""
+
     predicts_memory = True
     """Whether compiled functions know how much memory they take."""
 

@@ -39,6 +39,10 @@ class Report:
         self._join = join
         self._numbers = None
 
+    def wait(self):
+        """Wait until the window has run."""
+        np.asarray(self._packed["int"])
+
     def section(self, name):
         """Read `"window"`, `"running"` or `"counters"` as Python numbers."""
         if self._numbers is None:

@@ -359,6 +359,11 @@ class TensorFlowBackend:
         devices = tf.config.list_logical_devices()
         return any(device.device_type != "CPU" for device in devices)
 
+    @property
+    def runs_ahead(self):
+        """Whether programs are still running when a call of them returns."""
+        return self.has_accelerator()
+
     predicts_memory = False
     """Whether compiled functions know how much memory they take."""
 

@@ -1,0 +1,44 @@
+"""How far the host may run ahead of a device."""
+
+from collections import deque
+
+LEAST = 2
+"""Windows that may always be in flight: one runs, and one waits for it."""
+
+MOST = 32
+LIMIT_BYTES = 64 * 2**20
+
+
+class InFlight:
+    """The windows that were handed to a device and may not have run yet.
+
+    Until then their samples stay in memory. Where those are many, the host
+    waits for the oldest window rather than to hand over more of them: a device
+    that has one to run and one to go on with is never idle.
+    """
+
+    def __init__(self):
+        self._waiting = deque()
+        self._bytes = 0
+
+    def add(self, report, size_bytes):
+        """Note a window, and wait until not too many are in flight.
+
+        Args:
+            report: `Report` of the window.
+            size_bytes: int, what its samples take.
+        """
+        self._waiting.append((report, size_bytes))
+        self._bytes += size_bytes
+        while len(self._waiting) > LEAST and self._are_many():
+            report, size_bytes = self._waiting.popleft()
+            report.wait()
+            self._bytes -= size_bytes
+
+    def _are_many(self):
+        return len(self._waiting) > MOST or self._bytes > LIMIT_BYTES
+
+    def clear(self):
+        """Forget all of them, which may never run after an error."""
+        self._waiting.clear()
+        self._bytes = 0
