@@ -11,8 +11,8 @@ import forked
 import numpy as np
 import pytest
 
-from accumtrainer import Callback, NonFiniteError, Trainer
-from accumtrainer.batches import empty_for_device
+from accumtrainer import Accumulation, Callback, NonFiniteError, Trainer
+from accumtrainer.batches import ALIGNMENT, empty_for_device
 from accumtrainer.callback import HOOKS
 from accumtrainer.keras_api import BACKEND, keras
 from accumtrainer.steps import make_backend
@@ -310,6 +310,26 @@ def test_arrays_become_tensors_wherever_they_begin(array):
     if array.dtype.kind in "iuf":
         # Arithmetic insists on memory that begins well, or ends the process.
         np.testing.assert_array_equal((tensor + tensor).numpy(), array + array)
+
+
+@pytest.mark.parametrize("jit_compile", [True, False])
+@pytest.mark.parametrize("size", [32, 128])
+def test_window_whose_memory_a_device_shares_is_left_as_it_is(
+    rng, size, jit_compile
+):
+    x = rng.normal(size=[256, 512]).astype("float32")
+    layers = [keras.layers.Rescaling(2.0), keras.layers.Dense(1)]
+    trainer = Trainer(
+        keras.Sequential([keras.Input([512]), *layers]),
+        optimizer="sgd",
+        loss="mse",
+        accumulation=Accumulation(micro_batch_size=size),
+        jit_compile=jit_compile,
+    )
+    trainer.fit(x, x[:, :1], batch_size=128, shuffle=False, verbose=0)
+    received = trainer.last_window.stacked.x
+    assert received.ctypes.data % ALIGNMENT == 0
+    np.testing.assert_array_equal(received.reshape(x[128:].shape), x[128:])
 
 
 @tensorflow_only
