@@ -185,6 +185,13 @@ def take_rows(array, rows):
     return array.take(rows, axis=0, out=gathered, mode="clip")
 
 
+def stack(*arrays):
+    """Stack arrays of one shape and type, as `np.stack` does."""
+    first = arrays[0]
+    shape = (len(arrays), *first.shape)
+    return np.stack(arrays, out=_empty(shape, first.dtype))
+
+
 def map_leaves(function, *nests):
     """Apply a function to every leaf of a nest; `None` stays `None`."""
     first = nests[0]
@@ -485,13 +492,7 @@ def window_of_batches(batches, micro_batch_size):
         return window_of_rows(batches[0], sizes)
     if len({_signature(batch) for batch in batches}) > 1:
         return Window(None, tuple(batches), sizes)
-    return Window(map_leaves(_stack, *batches), None, sizes)
-
-
-def _stack(*arrays):
-    first = arrays[0]
-    shape = (len(arrays), *first.shape)
-    return np.stack(arrays, out=_empty(shape, first.dtype))
+    return Window(map_leaves(stack, *batches), None, sizes)
 
 
 def _signature(batch):

@@ -12,6 +12,7 @@ from accumtrainer.batches import (
     count_samples,
     leaves,
     map_leaves,
+    stack,
 )
 from accumtrainer.keras_api import keras, ops
 from accumtrainer.sources import SPARSE_TYPES
@@ -206,4 +207,4 @@ def _signature(batch):
 
 def _stack(*rows):
     is_on_host = isinstance(rows[0], np.ndarray)
-    return np.stack(rows) if is_on_host else ops.stack(rows)
+    return stack(*rows) if is_on_host else ops.stack(rows)
