@@ -5,8 +5,10 @@ from collections import deque
 LEAST = 2
 """Windows that may always be in flight: one runs, and one waits for it."""
 
-MOST = 32
 LIMIT_BYTES = 64 * 2**20
+
+SMALL_BYTES = LIMIT_BYTES // 32
+"""Windows so small may be as many as JAX itself takes, 32 programs."""
 
 
 class InFlight:
@@ -28,15 +30,14 @@ class InFlight:
             report: `Report` of the window.
             size_bytes: int, what its samples take.
         """
+        if size_bytes <= SMALL_BYTES:
+            return
         self._waiting.append((report, size_bytes))
         self._bytes += size_bytes
-        while len(self._waiting) > LEAST and self._are_many():
+        while len(self._waiting) > LEAST and self._bytes > LIMIT_BYTES:
             report, size_bytes = self._waiting.popleft()
             report.wait()
             self._bytes -= size_bytes
-
-    def _are_many(self):
-        return len(self._waiting) > MOST or self._bytes > LIMIT_BYTES
 
     def clear(self):
         """Forget all of them, which may never run after an error."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from accumtrainer import Trainer
-from accumtrainer.in_flight import LEAST, LIMIT_BYTES, MOST, InFlight
+from accumtrainer.in_flight import LEAST, LIMIT_BYTES, SMALL_BYTES, InFlight
 from accumtrainer.keras_api import BACKEND, keras
 
 
@@ -23,9 +23,9 @@ class Report:
     [
         ([LIMIT_BYTES * 2] * 5, [0, 1, 2]),
         ([LIMIT_BYTES // 4] * 6, [0, 1]),
-        ([0] * MOST, []),
-        ([0] * (MOST + 2), [0, 1]),
-        ([0, 0, LIMIT_BYTES * 2], [0]),
+        ([SMALL_BYTES] * 1000, []),
+        ([SMALL_BYTES + 1] * 33, [0, 1]),
+        ([0, 0, LIMIT_BYTES * 2] * 3, [2]),
     ],
 )
 def test_host_waits_for_the_oldest_of_too_many_windows(sizes, waited):
@@ -50,6 +50,7 @@ def test_windows_that_may_never_run_are_not_waited_for():
 def test_few_large_windows_are_in_flight(monkeypatch):
     seen = []
     monkeypatch.setattr("accumtrainer.in_flight.LIMIT_BYTES", 100)
+    monkeypatch.setattr("accumtrainer.in_flight.SMALL_BYTES", 100)
     monkeypatch.setattr(
         "accumtrainer.steps.step.Report.wait", lambda self: seen.append(self)
     )
