@@ -30,9 +30,9 @@ class Survey:
         loss_names: list of str, their names.
         is_sum: array `(losses,)`, bool, which of them are no means.
         reductions: dict from what hooks log to how it is reduced.
-        written: list of the variables of model and metrics that a pass
-            writes. It leaves the metrics of its losses alone that Keras gives
-            a compiled model.
+        written: list of the model's non-trainable variables that a pass
+            writes, and of the metrics', but for those of losses that it leaves
+            alone: Keras gives them to a compiled model.
         moved: list of the model's and the tracked variables that it gives a
             new value.
     """
@@ -45,8 +45,19 @@ class Survey:
         book.reductions.clear()
         with Scratch(passes.variables) as scope:
             self.operations = backend.trace(self._run, batch)
-            movable = model.non_trainable_variables + metric_variables(model)
-            self.written = [v for v in movable if scope.has_written(v)]
+            of_losses = {
+                id(variable)
+                for metric in model.metrics
+                if metric.name in ("loss", *self.loss_names)
+                for variable in metric.variables
+            }
+            self.written = [
+                v for v in model.non_trainable_variables if scope.has_written(v)
+            ] + [
+                v
+                for v in metric_variables(model)
+                if id(v) not in of_losses or scope.has_written(v)
+            ]
         self.reductions = book.reductions
         self._scope = scope
 
