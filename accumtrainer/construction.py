@@ -4,15 +4,13 @@ Everything here runs before anything changes: a refused argument leaves the
 model and the optimizer as they were.
 """
 
-import difflib
 from dataclasses import replace
 
 import numpy as np
 
 from accumtrainer import errors
-from accumtrainer.callback import HOOKS as CALLBACK_HOOKS
 from accumtrainer.config import LossScale
-from accumtrainer.hooks import HOOK_NAMES, overrides_compute_loss
+from accumtrainer.hooks import overrides_compute_loss
 from accumtrainer.keras_api import (
     check_loss_support,
     check_replica_support,
@@ -26,60 +24,6 @@ from accumtrainer.keras_api import (
     tree,
 )
 from accumtrainer.losses import CompiledLoss
-
-# Methods of other trainers, and what does their work here.
-REPLACEMENTS = {
-    "train_step": "compute_loss",
-    "test_step": "compute_loss (info.training is False)",
-    "training_step": "compute_loss",
-    "validation_step": "compute_loss (info.training is False)",
-    "test_dataloader": "the data given to evaluate",
-    "train_dataloader": "the data given to fit",
-    "val_dataloader": "fit(validation_data=)",
-    "configure_optimizers": "Trainer(optimizer=)",
-    "configure_gradient_clipping": "on_apply, or the optimizer's clipnorm",
-    "optimizer_step": "on_apply",
-    "backward": "on_accumulate",
-    "on_before_optimizer_step": "on_apply",
-    "on_after_backward": "on_accumulate",
-    "on_before_backward": "compute_loss",
-    "on_train_batch_start": "on_micro_batch",
-    "training_epoch_end": "a callback's on_epoch_end",
-    "create_optimizer": "Trainer(optimizer=)",
-    "get_train_dataloader": "the data given to fit",
-}
-
-
-def check_subclass(trainer_type, base):
-    """Refuse methods of a Trainer's subclass that nobody would call.
-
-    Args:
-        trainer_type: the class of the Trainer being made.
-        base: `Trainer`.
-
-    Raises:
-        TypeError: such a method exists; the message names its replacement.
-    """
-    known = set(dir(base))
-    own = (set(vars(c)) for c in trainer_type.__mro__ if c not in base.__mro__)
-    for name in sorted(set().union(*own) - known):
-        if name in REPLACEMENTS:
-            remedy = f"Its work is done by {REPLACEMENTS[name]}."
-        elif name in CALLBACK_HOOKS:
-            remedy = f"Its work is done by a callback's {name}."
-        elif name.startswith(("on_", "after_")):
-            close = difflib.get_close_matches(name, HOOK_NAMES, n=1, cutoff=0)
-            remedy = f"Did you mean {close[0]}?"
-        else:
-            continue
-        raise TypeError(
-            errors.UNKNOWN_HOOK.format(
-                cls=trainer_type.__name__,
-                name=name,
-                hooks=", ".join(HOOK_NAMES),
-                remedy=remedy,
-            )
-        )
 
 
 def check_model(model):

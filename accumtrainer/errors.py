@@ -292,6 +292,11 @@ UNKNOWN_HOOK = (
     "{hooks}."
 )
 
+UNKNOWN_ARGUMENT = (
+    "{owner} must be given only arguments that it has. Received: {received}. "
+    "{remedies}"
+)
+
 MODEL_WITH_OWN_STEP = (
     "model must not override {step}, because a Trainer would never call it. "
     "Received: {model}.{step}. Move what it does into {remedy}."

@@ -39,6 +39,7 @@ from accumtrainer.keras_api import (
     ops,
 )
 from accumtrainer.losses import CompiledLoss
+from accumtrainer.other_trainers import WITHIN_FIT, refuse_arguments
 from accumtrainer.progress import Progress
 from accumtrainer.state import Scratch, TrainingState
 from accumtrainer.steps import (
@@ -139,6 +140,26 @@ class FitAccumulator(Hooks):
         self._log_book = LogBook()
 
     # What a callback calls, in this order.
+
+    @classmethod
+    def refuse_arguments(cls, others, function):
+        """Refuse arguments that a callback does not have.
+
+        Args:
+            others: dict of them.
+            function: the callback's constructor.
+
+        Raises:
+            TypeError: there are some; the message says what replaces them.
+        """
+        refuse_arguments(
+            cls._owner,
+            others,
+            function,
+            (keras.Model.fit, "model.fit({name}=)"),
+            (keras.Model.compile, "model.compile({name}=)"),
+            replacements=WITHIN_FIT,
+        )
 
     def serves(self, model):
         """Whether this can train a model again, compiled as it was."""

@@ -16,7 +16,6 @@ from accumtrainer.construction import (
     check_model,
     check_options,
     check_replicas,
-    check_subclass,
     draw_seed,
     make_compiled_loss,
     resolve_compile_arguments,
@@ -33,6 +32,7 @@ from accumtrainer.hooks import (
 )
 from accumtrainer.keras_api import keras
 from accumtrainer.loop import FitLoop, updates_in_epoch
+from accumtrainer.other_trainers import check_subclass, refuse_arguments
 from accumtrainer.process_sources import ShareSource
 from accumtrainer.progress_bar import make_progress_bar
 from accumtrainer.saving import check_same, find_saved, take_snapshot
@@ -71,6 +71,7 @@ class Trainer(Hooks):
         run_eagerly: bool, run everything as plain Python, for debugging.
         callbacks: list of callbacks, Keras's or ours, for every `fit`.
         seed: int for shuffling and `self.rng`; `None` draws one.
+        **others: refused; the error says what replaces them.
 
     Raises:
         ValueError: an argument cannot lead to a right result.
@@ -104,7 +105,14 @@ class Trainer(Hooks):
         run_eagerly=False,
         callbacks=None,
         seed=None,
+        **others,
     ):
+        refuse_arguments(
+            type(self).__name__,
+            others,
+            Trainer.__init__,
+            (Trainer.fit, "fit({name}=)"),
+        )
         check_subclass(type(self), Trainer)
         check_model(model)
         check_options(
@@ -329,6 +337,7 @@ class Trainer(Hooks):
         fast_dev_run=False,
         overfit_batches=None,
         check_inputs=False,
+        **others,
     ):
         """Train the model; Keras's arguments mean what they mean there.
 
@@ -375,12 +384,14 @@ class Trainer(Hooks):
                 classes of a sparse crossentropy, is then an error which says
                 where it is. The data are looked at as they come, before
                 `on_micro_batch`.
+            **others: refused; the error says what replaces them.
 
         Returns:
             `keras.callbacks.History`.
 
         Raises:
             ValueError: an argument breaks its rule.
+            TypeError: an argument is of the wrong kind, or unknown.
             NonFiniteError: too many windows in a row were not finite.
             CheckpointError: the checkpoint to go on from is damaged, or of
                 another training.
@@ -389,6 +400,12 @@ class Trainer(Hooks):
                 were.
             Preempted: a signal that a callback wants heeded has arrived.
         """
+        refuse_arguments(
+            "fit",
+            others,
+            Trainer.fit,
+            (Trainer.__init__, "Trainer({name}=)"),
+        )
         options = FitOptions(
             epochs=epochs,
             initial_epoch=initial_epoch,

@@ -33,6 +33,7 @@ class GradientAccumulation(Callback):
             `LossScale`, or `None` for off.
         max_consecutive_skips: int, windows in a row that may have gradients
             that are not finite; `None` for any number.
+        **others: refused; the error says what replaces them.
 
     Example:
         >>> import keras
@@ -52,14 +53,16 @@ class GradientAccumulation(Callback):
 
     def __init__(
         self,
-        steps,
+        steps=None,
         *,
         combine="exact",
         denominator=None,
         loss_scale="auto",
         max_consecutive_skips=100,
+        **others,
     ):
         super().__init__()
+        FitAccumulator.refuse_arguments(others, GradientAccumulation.__init__)
         if steps is None:
             raise ValueError(
                 "steps must say how many batches make an update. Received: "

@@ -51,6 +51,7 @@ MODULE_ORDER = (
     "state",
     "replicas",
     "memory",
+    "other_trainers",
     "construction",
     "gradient_cache",
     "passes",
