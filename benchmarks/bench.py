@@ -23,10 +23,10 @@ import sys
 
 import keras
 from cells import CELLS
-from contenders import CONTENDERS, PEERS
+from contenders import BACKEND, CONTENDERS, PEERS
 from measuring import measure, start_backend
 from peaks import measure_peak, peak_of_one, peak_of_peer
-from results import RESULTS, add_peaks, read_cell, write_cell
+from results import PAGE, draw, keep, write_page
 from telling import (
     OURS,
     REFERENCE,
@@ -35,8 +35,7 @@ from telling import (
     compare_with_targets,
     describe_cell,
     describe_machine,
-    draw,
-    record,
+    numbers_of,
     summarize,
     tell,
 )
@@ -91,7 +90,7 @@ def read_arguments():
     parser.add_argument(
         "--only-memory",
         action="store_true",
-        help="measure nothing else; with --write, beside times written before",
+        help="measure nothing else; times that were kept stay",
     )
     parser.add_argument(
         "--quick",
@@ -99,7 +98,7 @@ def read_arguments():
         help="three cells, against what was recorded",
     )
     parser.add_argument(
-        "--write", action="store_true", help=f"update {RESULTS.name}"
+        "--write", action="store_true", help=f"update {PAGE.name}"
     )
     parser.add_argument(
         "--peak-of-one", action="store_true", help=argparse.SUPPRESS
@@ -125,12 +124,8 @@ def make_cells(arguments):
 
 
 def measure_times(cell, arguments):
-    """Time the contenders, and compare.
-
-    Returns:
-        Pair of a list of lines to print, and our ratios.
-    """
-    timings = measure(
+    """Time the contenders of a cell, dict from name to `Timing`."""
+    return measure(
         cell,
         arguments.contenders,
         rounds=arguments.rounds,
@@ -138,17 +133,6 @@ def measure_times(cell, arguments):
         starts=arguments.starts,
         python=arguments.peers,
     )
-    ratios = summarize(timings)
-    lines = [
-        *(describe_cell(cell, arguments.rounds), "", describe_machine(), ""),
-        *tell(timings),
-    ]
-    for line in [
-        *compare_with_targets(key_of(cell), ratios),
-        *compare_first_updates(timings),
-    ]:
-        lines += ["", line]
-    return lines, ratios
 
 
 def measure_peaks(name, cell, arguments):
@@ -174,6 +158,44 @@ def key_of(cell):
     return cell.key + f" {policy}" * (policy != "float32")
 
 
+def describe(cell, arguments, timings, peaks):
+    """Return the lines that tell of a cell."""
+    lines = [
+        *(describe_cell(cell, arguments.rounds), "", describe_machine(), ""),
+        *tell(timings, peaks),
+    ]
+    for line in [
+        *compare_with_targets(key_of(cell), summarize(timings)),
+        *compare_first_updates(timings),
+    ]:
+        lines += ["", line]
+    return lines
+
+
+def write(cell, arguments, timings, peaks):
+    """Keep what was measured of a cell, and make the page anew."""
+    machine, parts = describe_machine(), {}
+    if timings:
+        parts["times"] = {
+            "machine": machine,
+            "rounds": arguments.rounds,
+            "contenders": numbers_of(timings),
+            "ratios": summarize(timings),
+        }
+    if peaks:
+        mebibytes = {k: round(peak / 2**20) for k, peak in peaks.items()}
+        parts["peaks"] = {"machine": machine, "mib": mebibytes}
+    about = {
+        "title": cell.title,
+        "micro_batches": cell.micro_batches,
+        "micro_batch_size": cell.micro_batch_size,
+        "precision": arguments.precision,
+    }
+    keep(BACKEND, key_of(cell), cell=about, **parts)
+    draw(BACKEND)
+    write_page()
+
+
 def main():
     """Measure, print, and write if asked to."""
     arguments = read_arguments()
@@ -185,19 +207,16 @@ def main():
     fallen = []
     start_backend()
     for name, cell in make_cells(arguments):
-        if arguments.only_memory:
-            lines = read_cell(describe_cell(cell, arguments.rounds))
-        else:
-            lines, ratios = measure_times(cell, arguments)
-            fallen += compare_with_recorded(key_of(cell), ratios)
+        timings, peaks = {}, None
+        if not arguments.only_memory:
+            timings = measure_times(cell, arguments)
+            fallen += compare_with_recorded(key_of(cell), summarize(timings))
         if arguments.memory or arguments.only_memory:
-            lines = add_peaks(lines, measure_peaks(name, cell, arguments))
+            peaks = measure_peaks(name, cell, arguments)
+        lines = describe(cell, arguments, timings, peaks)
         print(*lines, "", sep="\n", flush=True)
         if arguments.write:
-            write_cell(lines)
-        if arguments.write and not arguments.only_memory:
-            record({key_of(cell): ratios})
-            draw()
+            write(cell, arguments, timings, peaks)
     if fallen and not arguments.write:
         print("More than a tenth below what was recorded:", *fallen, sep="\n")
     sys.stdout.flush()

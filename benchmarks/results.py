@@ -1,98 +1,238 @@
-"""What stands in `RESULTS.md`: a section for each backend and cell."""
+"""What was measured, kept in `measured.json`, and the page made from it.
 
+The file has, by backend and cell, what every contender took: nothing else
+remembers it. `RESULTS.md` and the pictures are made anew from it whenever it
+changes, and by `python benchmarks/results.py`.
+"""
+
+import json
 import re
+from itertools import compress
+from pathlib import Path
 
-from contenders import BACKEND
-from telling import FOLDER, describe_machine, format_table
+import numpy as np
 
-RESULTS = FOLDER / "RESULTS.md"
-TITLE = "# Benchmarks\n\nMade by `benchmarks/bench.py --write`.\n\n"
-PEAK = "peak memory"
-REMARK_ON_PEAKS = "Peak memory measured: "
+FOLDER = Path(__file__).parent
+MEASURED = FOLDER / "measured.json"
+PAGE = FOLDER / "RESULTS.md"
+
+OURS = "Trainer, auto"
+KERAS = "Keras fit, accumulating"
+RATIOS = ("Keras", "Lightning", "by hand", "by hand, guarded")
+DRAWN = (
+    "mlp 32x8",
+    "mlp 4x32",
+    "conv 8x8",
+    "resnet 8x8",
+    "gpt 4x8",
+    "gpt_medium 2x16",
+    "vgg16 1x16",
+    "text 16x8",
+)
+"""The cells of the picture, which is to be read at a glance."""
+
+INTRODUCTION = """\
+# Benchmarks
+
+How long an update takes, of ours and of others, on one processor. Made by
+`benchmarks/bench.py --write` from what `measured.json` keeps of every
+contender: spreads, further ones, and each cell's date and versions.
+`NOTES.md` says what was learnt on the way. No GPU has been measured yet: none
+was at hand.
+
+A cell is a model with `micro-batch size x micro-batches`; all contenders take
+turns, round by round, on the same data from the same weights. The columns:
+
+- **ms**: of an update of ours, the median over the rounds.
+- **Keras**, **Lightning**, **by hand**, **guarded**: updates per second of
+  ours, times those of Keras's `fit` with `gradient_accumulation_steps`, of
+  Lightning on PyTorch, of the fastest window written by hand for the backend,
+  and of the fastest that skips what is not finite, as ours does. Above 1 ours
+  is faster. Lightning computes with PyTorch's kernels, not with these.
+- **first update**: seconds from a model to its first update, compilation
+  included, ours / Keras's as it compiles by default.
+- **MiB**: what two updates take at their peak in a process of their own beyond
+  the model, ours / Keras's; on TensorFlow XLA alone leaves up to 200 behind.
+"""
+
+SECTIONS = {
+    "Several micro-batches": lambda cell: (
+        not _is_mixed(cell) and cell["micro_batches"] > 1
+    ),
+    "One micro-batch, which is no accumulation": lambda cell: (
+        not _is_mixed(cell) and cell["micro_batches"] == 1
+    ),
+    "In `mixed_bfloat16`": lambda cell: _is_mixed(cell),
+}
 
 
-def write_cell(lines):
-    """Put a cell into the results, in place of what it was before.
+def read():
+    """Read what was measured, dict by backend and cell."""
+    return json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
+
+
+def ratios_of(backend, key):
+    """Return the ratios of a cell as they were kept, dict of floats."""
+    times = read().get(backend, {}).get(key, {}).get("times", {})
+    return times.get("ratios", {})
+
+
+def keep(backend, key, **parts):
+    """Keep measurements of a cell, in place of those of the same part.
 
     Args:
-        lines: list of str, the first of them from `telling.describe_cell`.
+        backend: str.
+        key: str, the cell's.
+        **parts: `cell`, what it is; `times` and `peaks`, dicts.
     """
-    before, cells, after = _read()
-    cells[_cell_of(lines[0])] = "\n".join([*lines, "", ""])
-    RESULTS.write_text(before + "".join(cells.values()) + after, "utf-8")
+    measured = read()
+    cell = measured.setdefault(backend, {}).setdefault(key, {})
+    cell |= parts.pop("cell", {}) | parts
+    text = json.dumps(measured, indent=1)
+    # A line for each contender, not for each of its numbers.
+    for brackets in (r"\[[^\[\]{}]*\]", r"\{[^{}]*\}"):
+        text = re.sub(brackets, lambda found: _on_one_line(found[0]), text)
+    MEASURED.write_text(text + "\n")
 
 
-def read_cell(heading):
-    """Return the lines of a cell, or a heading for what is not there yet."""
-    _, cells, _ = _read()
-    name = _cell_of(heading)
-    if name not in cells:
-        return [f"{name}; no times"]
-    return cells[name].rstrip("\n").split("\n")
+def _on_one_line(text):
+    return re.sub(r"\s*\n\s*", " ", text).replace("[ ", "[").replace(" ]", "]")
 
 
-def add_peaks(lines, peaks):
-    """Return the lines of a cell with peak memory as its last column.
-
-    Args:
-        lines: list of str, of which some may be a table of contenders.
-        peaks: dict from what a row begins with to bytes. What no row begins
-            with becomes a row of its own.
-    """
-    is_row = [line.startswith("|") for line in lines]
-    start = is_row.index(True) if any(is_row) else len(lines)
-    end = start + sum(is_row)
-    heading, _, *rows = [
-        [text.strip() for text in line.split("|")[1:-1]]
-        for line in lines[start:end]
-    ] or ([""], [])
-    if PEAK not in heading:
-        heading, *rows = ([*row, ""] for row in (heading, *rows))
-        heading[-1] = PEAK
-    for label, peak in peaks.items():
-        found = [row for row in rows if row[0].startswith(label)]
-        if not found:
-            found = [[label] + [""] * (len(heading) - 1)]
-            rows += found
-        # Of "Keras fit" and "Keras fit (XLA)" the first is the shorter one.
-        row = min(found, key=lambda row: len(row[0]))
-        row[-1] = f"{peak / 2**20:,.0f} MiB"
-    # What is there is taken out, and written anew at the end.
-    others = [
-        line
-        for line in lines[end:]
-        if line and not line.startswith(REMARK_ON_PEAKS)
-    ]
-    return [
-        *lines[:start],
-        *[""] * (not any(is_row)),
-        *format_table([heading, *rows]),
-        *(part for line in others for part in ("", line)),
-        *("", REMARK_ON_PEAKS + describe_machine()),
-    ]
+def write_page():
+    """Write `RESULTS.md` from what was measured."""
+    lines = [INTRODUCTION]
+    for backend, cells in sorted(read().items()):
+        lines += [f"## {backend}", ""]
+        if (FOLDER / picture_of(backend)).exists():
+            lines += [f"![Ratios on {backend}]({picture_of(backend)})", ""]
+        for title, is_in in SECTIONS.items():
+            found = {k: cell for k, cell in cells.items() if is_in(cell)}
+            if found:
+                lines += [f"### {title}", "", *_table(found), ""]
+    lines += ["## The models", ""]
+    titles = {
+        key.split()[0]: cell["title"]
+        for cells in read().values()
+        for key, cell in cells.items()
+    }
+    lines += [f"- **{name}**: {title}" for name, title in titles.items()]
+    PAGE.write_text("\n".join(lines) + "\n", "utf-8")
 
 
-def _read():
-    """Take the results apart.
+def _is_mixed(cell):
+    return cell["precision"] != "float32"
+
+
+def _table(cells):
+    heading = ("cell", "ms", "Keras", "Lightning", "by hand", "guarded")
+    rows = [(*heading, "first update", "MiB")]
+    names = [key.split()[0] for key in cells]
+    # Those of a model together, in the order in which models came.
+    for key, cell in sorted(
+        cells.items(), key=lambda item: names.index(item[0].split()[0])
+    ):
+        times, peaks = cell.get("times", {}), cell.get("peaks", {})
+        contenders, ratios = times.get("contenders", {}), times.get("ratios")
+        ours = _of(OURS, contenders) or {}
+        rows.append(
+            (
+                key.removesuffix(f" {cell['precision']}"),
+                *_numbers(ours.get("ms_per_update", [])[:1], "{:,.2f}"),
+                *(
+                    "".join(_numbers([(ratios or {}).get(name)], "{:.2f}"))
+                    for name in RATIOS
+                ),
+                _both(contenders, "{:.1f}", "first_update_secs"),
+                _both(peaks.get("mib", {}), "{:,.0f}"),
+            )
+        )
+    filled = [any(column[1:]) for column in zip(*rows, strict=True)]
+    return format_table([list(compress(row, filled)) for row in rows])
+
+
+def _numbers(values, form):
+    """Write the numbers that are there, one text for each that is asked."""
+    values = [value for value in values if value is not None]
+    return [form.format(value) for value in values] or [""]
+
+
+def _both(contenders, form, name=None):
+    """Write a number of ours beside Keras's, where ours is known."""
+    ours, keras = _of(OURS, contenders), _of(KERAS, contenders)
+    if name is not None:
+        ours, keras = (
+            (found or {}).get(name, [None])[0] for found in (ours, keras)
+        )
+    if ours is None:
+        return ""
+    (ours,), (keras,) = _numbers([ours], form), _numbers([keras], form)
+    return f"{ours} / {keras or '-'}"
+
+
+def _of(label, contenders):
+    """Find whose label begins so, of several the shortest."""
+    found = sorted((k for k in contenders if k.startswith(label)), key=len)
+    return contenders[found[0]] if found else None
+
+
+def format_table(rows):
+    """Align a Markdown table, whose first row is the heading."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    lines = []
+    for first, *others in [rows[0], rule, *rows[1:]]:
+        cells = [
+            first.ljust(widths[0]),
+            *map(str.rjust, others, widths[1:]),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def picture_of(backend):
+    """Name the picture of a backend's ratios."""
+    return f"ratios-{backend}.png"
+
+
+def draw(backend):
+    """Draw the ratios of a backend, as far as they were measured.
 
     Returns:
-        Triple of what comes before the cells of this backend, those cells, a
-        dict of str, and what comes after them.
+        The picture's path.
     """
-    text = RESULTS.read_text("utf-8") if RESULTS.exists() else TITLE
-    head, *sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)
-    by_backend = {section.split("\n", 1)[0]: section for section in sections}
-    heading = f"## {BACKEND}"
-    names = list(by_backend | {heading: ""})
-    place = names.index(heading)
-    section = by_backend.get(heading, f"{heading}\n\n")
-    start, *cells = re.split(r"^(?=### )", section, flags=re.MULTILINE)
-    before = head + "".join(by_backend[name] for name in names[:place])
-    after = "".join(by_backend[name] for name in names[place + 1 :])
-    by_cell = {_cell_of(cell.split("\n", 1)[0]): cell for cell in cells}
-    return before + start, by_cell, after
+    from matplotlib.figure import Figure
+
+    cells = read().get(backend, {})
+    keys = [key for key in DRAWN if "times" in cells.get(key, {})]
+    ratios = [cells[key]["times"]["ratios"] for key in keys]
+    figure = Figure(figsize=(8, 1.3 + 0.55 * len(keys)), layout="tight")
+    axes = figure.subplots()
+    places = np.arange(len(keys))
+    for index, name in enumerate(RATIOS[:3]):
+        values = np.array([found.get(name, np.nan) for found in ratios])
+        # From one to the ratio, left or right.
+        bars = axes.barh(
+            *(places + 0.27 * (index - 1), values - 1, 0.25, 1), label=name
+        )
+        labels = ["" if np.isnan(v) else f"{v:.2f}" for v in values]
+        axes.bar_label(bars, labels, padding=2, fontsize=7)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xscale("log")
+    ticks = [0.5, 1, 2, 5, 10, 20]
+    axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
+    axes.minorticks_off()
+    axes.margins(x=0.1, y=0.02)  # room for the labels
+    axes.set_yticks(places, keys)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"updates per second, times those of ... ({backend})")
+    axes.legend(loc="lower right")
+    path = FOLDER / picture_of(backend)
+    figure.savefig(path, dpi=120)
+    return path
 
 
-def _cell_of(heading):
-    """Leave the number of rounds out of a cell's heading."""
-    return heading.rpartition(";")[0]
+if __name__ == "__main__":
+    for name in read():
+        draw(name)
+    write_page()

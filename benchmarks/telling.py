@@ -1,7 +1,6 @@
-"""How measurements are told: a table, a picture, and what was recorded."""
+"""How measurements are told: a table, and what was expected of them."""
 
 import datetime
-import json
 import os
 import platform
 import re
@@ -11,9 +10,8 @@ from pathlib import Path
 import keras
 import numpy as np
 from contenders import BACKEND
+from results import format_table, ratios_of
 
-FOLDER = Path(__file__).parent
-RECORDED = FOLDER / "recorded.json"
 OURS = "trainer"
 REFERENCE = "keras_accumulating"
 GUARDED = "by hand, guarded"
@@ -36,11 +34,13 @@ MOST_OF_FIRST_UPDATE = 1.2
 """How long our first update may take, in those of Keras compiled alike."""
 
 
-def tell(timings):
+def tell(timings, peaks=None):
     """Turn measurements into the lines of a Markdown table.
 
     Args:
         timings: dict from contender to `Timing`.
+        peaks: dict from a contender's label, or what it begins with, to
+            bytes.
 
     Returns:
         List of str.
@@ -65,6 +65,8 @@ def tell(timings):
                 "" if timing.compilations is None else str(timing.compilations),
             )
         )
+    if peaks is not None:
+        rows = add_peaks(rows, peaks)
     filled = [any(column[1:]) for column in zip(*rows, strict=True)]
     return format_table(
         [
@@ -72,6 +74,62 @@ def tell(timings):
             for row in rows
         ]
     )
+
+
+def add_peaks(rows, peaks):
+    """Add peak memory as the last column of a table.
+
+    Args:
+        rows: list of tuples of str, the first of them the heading.
+        peaks: as for `tell`. What no row begins with becomes one of its own.
+
+    Returns:
+        List of tuples of str.
+    """
+    heading, *rows = rows
+    column = {}
+    for label, peak in peaks.items():
+        found = [row for row in rows if row[0].startswith(label)]
+        if not found:
+            found = [(label, *[""] * (len(heading) - 1))]
+            rows += found
+        # Of "Keras fit" and "Keras fit (XLA)" the first is the shorter one.
+        label = min((row[0] for row in found), key=len)
+        column[label] = f"{peak / 2**20:,.0f} MiB"
+    rows = [(*row, column.get(row[0], "")) for row in rows]
+    return [(*heading, "peak memory"), *rows]
+
+
+def numbers_of(timings):
+    """Return what is kept of some timings, dict by the contenders' labels."""
+    kept = {}
+    for name, timing in timings.items():
+        secs = np.array(timing.rounds)
+        numbers = {
+            "ms_per_update": median_and_ends(secs * 1000),
+            "advantage": median_and_ends(advantage(timings, name)),
+            "first_update_secs": median_and_ends(timing.first_updates),
+            "compilations": timing.compilations,
+        }
+        kept[timing.runner.label] = {
+            k: v for k, v in numbers.items() if v not in ([], None)
+        }
+    return kept
+
+
+def median_and_ends(values):
+    """Return the median, the smallest and the largest, list of float.
+
+    Example:
+        >>> median_and_ends([1, 2, 6])
+        [2.0, 1.0, 6.0]
+        >>> median_and_ends([])
+        []
+    """
+    if not len(values):
+        return []
+    found = (np.median(values), np.min(values), np.max(values))
+    return [float(f"{value:.4g}") for value in found]
 
 
 def advantage(timings, name):
@@ -173,60 +231,12 @@ def compare_with_recorded(key, ratios, backend=BACKEND):
         >>> compare_with_recorded("no such cell", {"Keras": 2.0})
         []
     """
-    recorded = read_recorded().get(backend, {}).get(key, {})
+    recorded = ratios_of(backend, key)
     return [
         f"{key}: {name} {ratios[name]:.2f}x, recorded {before:.2f}x"
         for name, before in recorded.items()
         if name in ratios and ratios[name] < 0.9 * before
     ]
-
-
-def read_recorded():
-    """Read the recorded ratios, dict by backend and cell."""
-    return json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
-
-
-def record(ratios):
-    """Keep ratios by cell, for `compare_with_recorded` and the picture."""
-    recorded = read_recorded()
-    recorded[BACKEND] = recorded.get(BACKEND, {}) | ratios
-    RECORDED.write_text(json.dumps(recorded, indent=2) + "\n")
-
-
-def draw():
-    """Draw the recorded ratios of the backend, and return the path."""
-    from matplotlib.figure import Figure
-
-    recorded = read_recorded()[BACKEND]
-    others = [
-        name
-        for name in ("Keras", "Lightning", "by hand")
-        if any(name in ratios for ratios in recorded.values())
-    ]
-    figure = Figure(figsize=(8, 1.2 + 0.5 * len(recorded)), layout="tight")
-    axes = figure.subplots()
-    places = np.arange(len(recorded))
-    for index, name in enumerate(others):
-        found = [ratios.get(name, np.nan) for ratios in recorded.values()]
-        values = np.array(found)
-        # From one to the ratio, left or right.
-        bars = axes.barh(
-            *(places + 0.27 * (index - 1), values - 1, 0.25, 1), label=name
-        )
-        labels = ["" if np.isnan(v) else f"{v:.2f}" for v in values]
-        axes.bar_label(bars, labels, padding=2, fontsize=7)
-    axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_xscale("log")
-    axes.margins(x=0.1, y=0.01)  # room for the labels
-    axes.set_yticks(places, list(recorded))
-    axes.invert_yaxis()
-    axes.set_xlabel(
-        f"updates per second of the Trainer, times those of ... ({BACKEND})"
-    )
-    axes.legend(loc="lower right")
-    path = FOLDER / f"ratios-{BACKEND}.png"
-    figure.savefig(path, dpi=120)
-    return path
 
 
 def spread(values, form):
@@ -244,20 +254,6 @@ def spread(values, form):
         return form.format(values[0])
     low, high = form.format(np.min(values)), form.format(np.max(values))
     return f"{form.format(np.median(values))} ({low}-{high})"
-
-
-def format_table(rows):
-    """Align a Markdown table, whose first row is the heading."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    lines = []
-    for first, *others in [rows[0], rule, *rows[1:]]:
-        cells = [
-            first.ljust(widths[0]),
-            *map(str.rjust, others, widths[1:]),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
 
 
 def describe_cell(cell, rounds):

@@ -68,7 +68,7 @@ def test_memory_is_measured_in_a_process_of_its_own():
     place = rows[""].index("peak memory")
     (trainer,) = (v for k, v in rows.items() if k.startswith("Trainer"))
     assert re.fullmatch(r"[\d,]+ MiB", trainer[place])
-    assert trainer[0].endswith(")") and printed.count("Peak memory ") == 1
+    assert trainer[0].endswith(")")
     assert "1 micro-batches of 1" in printed
 
 
@@ -80,27 +80,43 @@ def test_two_processes_are_compared_with_one():
 
 
 @pytest.fixture
-def telling(monkeypatch, tmp_path):
+def telling():
     import telling
 
-    monkeypatch.setattr(telling, "RECORDED", tmp_path / "recorded.json")
     return telling
 
 
-def test_ratio_that_fell_is_told(telling):
-    telling.record({"mlp 32x8": {"Keras": 7.0, "by hand": 1.0}})
+@pytest.fixture
+def results(monkeypatch, tmp_path):
+    import results
+
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    monkeypatch.setattr(results, "MEASURED", tmp_path / "measured.json")
+    monkeypatch.setattr(results, "PAGE", tmp_path / "RESULTS.md")
+    return results
+
+
+CELL = {"title": "a model", "micro_batches": 8, "precision": "float32"}
+TIMES = {
+    "contenders": {
+        "Trainer, auto (fused)": {"ms_per_update": [3.0, 2.0, 4.0]},
+        "Keras fit, accumulating": {"ms_per_update": [6.0, 6.0, 6.0]},
+    },
+    "ratios": {"Keras": 7.0, "by hand": 1.0},
+}
+
+
+def keep(results, key="mlp 32x8", backend=BACKEND, **parts):
+    results.keep(backend, key, cell=CELL, **parts)
+
+
+def test_ratio_that_fell_is_told(telling, results):
+    keep(results, times=TIMES)
     compare = telling.compare_with_recorded
     assert compare("mlp 32x8", {"Keras": 6.5, "by hand": 0.95}) == []
     (line,) = compare("mlp 32x8", {"Keras": 6.2})
     assert line == "mlp 32x8: Keras 6.20x, recorded 7.00x"
     assert compare("another cell", {"Keras": 0.1}) == []
-
-
-def test_cells_that_were_not_run_stay_recorded(telling):
-    telling.record({"mlp 32x8": {"Keras": 7.0}})
-    telling.record({"conv 8x8": {"Keras": 2.0}})
-    assert set(telling.read_recorded()[BACKEND]) == {"mlp 32x8", "conv 8x8"}
-    json.loads(telling.RECORDED.read_text())
 
 
 def test_target_that_is_missed_is_told(telling):
@@ -111,75 +127,61 @@ def test_target_that_is_missed_is_told(telling):
     assert missed == "by hand 0.50x, target 0.98x: below"
 
 
-def test_picture_shows_what_was_recorded(telling, monkeypatch, tmp_path):
-    monkeypatch.setattr(telling, "FOLDER", tmp_path)
-    telling.record({"mlp 32x8": {"Keras": 7.0, "by hand": 1.0}})
-    assert telling.draw().stat().st_size > 1000
+def test_peak_memory_is_told_beside_times(telling):
+    rows = [("", "ms"), ("Keras fit", "3"), ("Keras fit (XLA)", "2")]
+    peaks = {"Keras fit": 3 * 2**20, "Keras fit (XLA)": 2**31, "Other": 2**20}
+    assert telling.add_peaks(rows, peaks) == [
+        ("", "ms", "peak memory"),
+        ("Keras fit", "3", "3 MiB"),
+        ("Keras fit (XLA)", "2", "2,048 MiB"),
+        ("Other", "", "1 MiB"),
+    ]
 
 
-@pytest.fixture
-def results(monkeypatch, tmp_path):
+def test_picture_shows_what_was_measured(results):
+    keep(results, times=TIMES)
+    assert results.draw(BACKEND).stat().st_size > 1000
+
+
+def test_what_was_not_measured_again_stays(results):
+    keep(results, times=TIMES)
+    keep(results, "conv 8x8", times=TIMES)
+    keep(results, "mlp 32x8", "another", times=TIMES)
+    peaks = {"mib": {"Trainer, auto (fused)": 5, "Keras fit, accumulating": 9}}
+    keep(results, peaks=peaks)
+    measured = json.loads(results.MEASURED.read_text())
+    assert set(measured) == {BACKEND, "another"}
+    assert set(measured[BACKEND]) == {"mlp 32x8", "conv 8x8"}
+    assert measured[BACKEND]["mlp 32x8"] == CELL | {
+        "times": TIMES,
+        "peaks": peaks,
+    }
+
+
+def test_page_has_a_row_for_each_cell(results):
+    keep(results, times=TIMES)
+    keep(results, peaks={"mib": {"Trainer, auto": 5}})
+    keep(results, "gpt 4x8", peaks={"mib": {"Trainer, auto": 6}})
+    results.write_page()
+    rows = rows_of(results.PAGE.read_text())
+    heading = rows["cell"]
+    row = dict(zip(heading, rows["mlp 32x8"], strict=True))
+    assert row == {"ms": "3.00", "Keras": "7.00", "by hand": "1.00"} | {
+        "MiB": "5 / -"
+    }
+    assert rows["gpt 4x8"] == ["", "", "", "6 / -"]
+
+
+def test_page_is_made_of_what_was_measured(tmp_path, monkeypatch):
     import results
 
-    monkeypatch.setattr(results, "RESULTS", tmp_path / "RESULTS.md")
-    return results
-
-
-def test_cells_that_were_not_run_stay_in_the_results(results):
-    for line in ("### a; 8 micro-batches of 4; 5 rounds", "### b; 1; 5 rounds"):
-        results.write_cell([line, "", "first"])
-    results.write_cell(["### a; 8 micro-batches of 4; 9 rounds", "", "again"])
-    written = results.RESULTS.read_text()
-    assert written.count("### ") == 2 and written.count("first") == 1
-    assert written.index("again") < written.index("### b")
-    assert written.count(f"## {BACKEND}\n") == 1
-
-
-def test_other_backends_stay_in_the_results(results):
-    before = "# Benchmarks\n\n## another\n\n### a; 1; 5 rounds\n\nthere\n\n"
-    results.RESULTS.write_text(before + "## last\n\n")
-    for remark in ("first", "again"):
-        results.write_cell(["### a; 1; 5 rounds", "", remark])
-    written = results.RESULTS.read_text()
-    assert written.startswith(before)
-    assert written.count("## last\n") == 1
-    assert written.count("again") == 1 and "first" not in written
-
-
-TIMES = [
-    *("### a; 1; 5 rounds", "", "2026-11-24; versions", ""),
-    "|                | ms per update |",
-    "| -------------- | ------------: |",
-    "| Keras fit      |          3.00 |",
-    "| Keras fit (XLA) |         2.00 |",
-    *("", "Keras 2.00x, target 1x"),
-]
-
-
-def test_peak_memory_is_written_beside_times(results):
-    results.write_cell(TIMES)
-    lines = results.read_cell("### a; 1; 9 rounds")
-    assert lines == TIMES
-    results.write_cell(results.add_peaks(lines, {"Keras fit": 2**20}))
-    peaks = {"Keras fit": 3 * 2**20, "Keras fit (XLA)": 2**31}
-    results.write_cell(
-        results.add_peaks(results.read_cell("### a; 1; 9 rounds"), peaks)
+    page = results.PAGE.read_text()
+    monkeypatch.setattr(results, "PAGE", tmp_path / "RESULTS.md")
+    results.write_page()
+    assert results.PAGE.read_text() == page, (
+        "RESULTS.md must be what results.py makes of measured.json. "
+        "Run `python benchmarks/results.py`."
     )
-    written = results.RESULTS.read_text()
-    assert {k: v for k, v in rows_of(written).items() if "--" not in k} == {
-        "": ["ms per update", "peak memory"],
-        "Keras fit": ["3.00", "3 MiB"],
-        "Keras fit (XLA)": ["2.00", "2,048 MiB"],
-    }
-    assert written.count("Keras 2.00x, target 1x\n") == 1
-    assert written.count("Peak memory measured: ") == 1
-
-
-def test_peak_memory_is_written_without_times(results):
-    lines = results.read_cell("### a; 1; 9 rounds")
-    assert lines == ["### a; 1; no times"]
-    printed = "\n".join(results.add_peaks(lines, {"Keras fit": 2**20}))
-    assert rows_of(printed)["Keras fit"] == ["1 MiB"]
 
 
 @pytest.mark.parametrize("is_fused", [True, False])
