@@ -53,15 +53,16 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 $(TESTS): test-%: $(INSTALLED)
 	KERAS_BACKEND=$* $(BIN)/python -m pytest -n 2 $(BY_FILE) $(PYTEST_ARGS)
 
-# tests/keras_core_contract.py says which of their tests Keras Core is held to;
+# tests/support/keras_core_contract.py says which of their tests Keras Core is held to;
 # this prints which of those it cannot pass, and why.
-ON_KERAS_CORE := keras_core exactness exactness_losses exactness_outputs \
+ON_KERAS_CORE := $(wildcard $(patsubst %,tests/*/test_%.py, \
+	keras_core exactness exactness_losses exactness_outputs \
 	exactness_optimizers exactness_fit schedules loss_scaling hooks \
-	stock_callbacks
+	stock_callbacks))
 
 $(KERAS_CORE_TESTS): test-keras_core-%: $(INSTALLED)
 	ACCUMTRAINER_KERAS=keras_core KERAS_BACKEND=$* $(BIN)/python -m pytest \
-		-n 2 $(BY_FILE) -rs $(PYTEST_ARGS) $(ON_KERAS_CORE:%=tests/test_%.py)
+		-n 2 $(BY_FILE) -rs $(PYTEST_ARGS) $(ON_KERAS_CORE)
 
 check: lint types test doctest
 
@@ -92,7 +93,7 @@ bench-peers: .venv-peers/.installed
 
 soak: $(INSTALLED)
 	for backend in $(BACKENDS); do \
-		KERAS_BACKEND=$$backend $(BIN)/python tests/soak.py \
+		KERAS_BACKEND=$$backend $(BIN)/python tests/saving/soak.py \
 			--kills $(KILLS) || exit 1; \
 	done
 

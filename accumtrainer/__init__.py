@@ -1,31 +1,30 @@
 """Exact gradient accumulation for Keras, with a Trainer that owns the loop."""
 
-from accumtrainer.batch_scaling import beta_for_batch
-from accumtrainer.batches import Batch
-from accumtrainer.callback import Callback
-from accumtrainer.checkpoint import CheckpointDirectory, Score
-from accumtrainer.clipping import adaptive_clip
-from accumtrainer.config import Accumulation, Every, LossScale
-from accumtrainer.device import (
+from accumtrainer.config import Accumulation, Every, LossScale, beta_for_batch
+from accumtrainer.data.batches import Batch
+from accumtrainer.diagnosis.device import (
     mark_update,
     peak_memory_bytes,
     record_trace,
 )
-from accumtrainer.equivalence import Equivalence
+from accumtrainer.diagnosis.equivalence import Equivalence
 from accumtrainer.errors import (
     CheckpointError,
     DataError,
     NonFiniteError,
     Preempted,
 )
-from accumtrainer.hooks import Info
-from accumtrainer.inside_fit import FitAccumulator
-from accumtrainer.logger import Logger
-from accumtrainer.losses import WeightedLoss
+from accumtrainer.inside_fit.accumulator import FitAccumulator
+from accumtrainer.observers.callback import Callback
+from accumtrainer.observers.logger import Logger
 from accumtrainer.progress import Progress
-from accumtrainer.snapshot import Snapshot
+from accumtrainer.saving.checkpoint import CheckpointDirectory, Score
+from accumtrainer.saving.snapshot import Snapshot
 from accumtrainer.trainer import Trainer
-from accumtrainer.window_loss import WindowLossTrainer
+from accumtrainer.window.clipping import adaptive_clip
+from accumtrainer.window.hooks import Info
+from accumtrainer.window.losses import WeightedLoss
+from accumtrainer.window_loss_trainer import WindowLossTrainer
 
 __version__ = "0.1.0"
 

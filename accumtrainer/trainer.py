@@ -2,15 +2,27 @@
 
 import math
 
-from accumtrainer.array_source import ArraySource
-from accumtrainer.callback import (
+from accumtrainer.config import Accumulation, require_choice
+from accumtrainer.data.arrays import ArraySource
+from accumtrainer.data.processes import ShareSource
+from accumtrainer.data.source import check_ends
+from accumtrainer.data.sources import (
+    FirstBatches,
+    make_source,
+    make_source_of_one,
+    train_validation_split,
+)
+from accumtrainer.keras_api import keras
+from accumtrainer.observers.callback import (
     Dispatcher,
     check_callback,
     flatten_callbacks,
 )
-from accumtrainer.checkpoint import find_checkpoint, write_checkpoint
-from accumtrainer.config import Accumulation, require_choice
-from accumtrainer.construction import (
+from accumtrainer.observers.progress_bar import make_progress_bar
+from accumtrainer.saving.checkpoint import find_checkpoint, write_checkpoint
+from accumtrainer.saving.resume import check_same, find_saved, take_snapshot
+from accumtrainer.steps import CLOCKS, make_backend
+from accumtrainer.training.construction import (
     check_loss,
     check_memory,
     check_model,
@@ -22,31 +34,22 @@ from accumtrainer.construction import (
     resolve_loss_scale,
     resolve_optimizer,
 )
-from accumtrainer.engine import Engine
-from accumtrainer.fit_options import FitOptions, check_steps
-from accumtrainer.hooks import (
+from accumtrainer.training.engine import Engine
+from accumtrainer.training.fit_options import FitOptions, check_steps
+from accumtrainer.training.loop import FitLoop, updates_in_epoch
+from accumtrainer.training.other_trainers import (
+    check_subclass,
+    refuse_arguments,
+)
+from accumtrainer.training.signals import Interruption
+from accumtrainer.training.validation import Validation
+from accumtrainer.window.hooks import (
     Hooks,
     LogBook,
     overrides_compute_loss,
     takes_argument,
 )
-from accumtrainer.keras_api import keras
-from accumtrainer.loop import FitLoop, updates_in_epoch
-from accumtrainer.other_trainers import check_subclass, refuse_arguments
-from accumtrainer.process_sources import ShareSource
-from accumtrainer.progress_bar import make_progress_bar
-from accumtrainer.saving import check_same, find_saved, take_snapshot
-from accumtrainer.signals import Interruption
-from accumtrainer.source import check_ends
-from accumtrainer.sources import (
-    FirstBatches,
-    make_source,
-    make_source_of_one,
-    train_validation_split,
-)
-from accumtrainer.state import TrainingState
-from accumtrainer.steps import CLOCKS, make_backend
-from accumtrainer.validation import Validation
+from accumtrainer.window.state import TrainingState
 
 
 class Trainer(Hooks):

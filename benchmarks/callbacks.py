@@ -26,11 +26,7 @@ from cells import conv, mlp
 from measuring import interval_of_median
 
 from accumtrainer import Accumulation, Every, Logger, Trainer
-from accumtrainer.callbacks import (
-    Checkpoint,
-    GradientAccumulation,
-    WandbLogger,
-)
+from accumtrainer.callbacks import Checkpoint, GradientAccumulation, WandbLogger
 from accumtrainer.callbacks.background import Background
 
 UPDATES = 100

@@ -5,13 +5,7 @@ import signal
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
-from accumtrainer import (
-    Callback,
-    CheckpointDirectory,
-    Every,
-    Progress,
-    Score,
-)
+from accumtrainer import Callback, CheckpointDirectory, Every, Progress, Score
 
 LARGER_IS_BETTER = ("acc", "auc", "f1", "precision", "recall", "score", "iou")
 """Parts of names of numbers that are good when they are large."""

@@ -182,8 +182,8 @@ def without_xla(monkeypatch):
     MiB for each Trainer.
     """
     if BACKEND == "tensorflow":
-        from accumtrainer import engine
         from accumtrainer.steps import choose_plan
+        from accumtrainer.training import engine
 
         def choose(*arguments, jit_compile, **options):
             jit_compile = False if jit_compile == "auto" else jit_compile
@@ -197,8 +197,8 @@ def use_plan(monkeypatch):
     """Give a function that has every Trainer run its windows by one plan."""
     from quickest import JIT_COMPILE
 
-    from accumtrainer import engine
     from accumtrainer.steps import Plan
+    from accumtrainer.training import engine
 
     def use(name, *, jit_compile=JIT_COMPILE):
         plan = Plan(name=name, jit_compile=jit_compile)

@@ -10,7 +10,7 @@ import accumtrainer.callbacks
 from accumtrainer import Accumulation, Trainer, WindowLossTrainer
 from accumtrainer.callbacks import GradientAccumulation
 from accumtrainer.keras_api import keras
-from accumtrainer.other_trainers import ARGUMENTS, WITHIN_FIT
+from accumtrainer.training.other_trainers import ARGUMENTS, WITHIN_FIT
 
 
 def make_model():

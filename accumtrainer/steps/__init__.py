@@ -5,22 +5,13 @@ say what a backend must do itself, those beside them how.
 """
 
 from accumtrainer import errors
-from accumtrainer.keras_api import (
-    BACKEND,
-    current_distribution,
-    strategy_of,
-)
+from accumtrainer.keras_api import BACKEND, current_distribution, strategy_of
 from accumtrainer.steps.batchwise import (
     BatchwiseProgram,
     BatchwiseStep,
     late_logs,
 )
-from accumtrainer.steps.fit_state import make_fit_state
-from accumtrainer.steps.plan import (
-    Plan,
-    choose_plan,
-    should_compile_evaluation,
-)
+from accumtrainer.steps.plan import Plan, choose_plan, should_compile_evaluation
 from accumtrainer.steps.step import CLOCKS, EvaluationStep, Report, Step
 
 __all__ = [
@@ -34,7 +25,6 @@ __all__ = [
     "choose_plan",
     "late_logs",
     "make_backend",
-    "make_fit_state",
     "should_compile_evaluation",
 ]
 
@@ -54,12 +44,12 @@ def make_backend(*, run_eagerly=False, model=None):
         ImportError: the backend is not supported.
     """
     if BACKEND == "tensorflow":
-        from accumtrainer.steps.tensorflow import TensorFlowBackend
+        from accumtrainer.steps.tensorflow.backend import TensorFlowBackend
 
         strategy = None if model is None else strategy_of(model)
         return TensorFlowBackend(run_eagerly=run_eagerly, strategy=strategy)
     if BACKEND == "jax":
-        from accumtrainer.steps.jax import JaxBackend
+        from accumtrainer.steps.jax.backend import JaxBackend
 
         distribution = None if model is None else current_distribution()
         return JaxBackend(run_eagerly=run_eagerly, distribution=distribution)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from accumtrainer.keras_api import flatten_layers
-from accumtrainer.memory import describe_bytes
+from accumtrainer.steps.memory import describe_bytes
 
 CONVOLUTIONS = frozenset(
     {

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 
 from accumtrainer.keras_api import ops
-from accumtrainer.replicas import join_parts, share_out
+from accumtrainer.window.replicas import join_parts, share_out
 
 CLOCKS = (
     "learning_rate",

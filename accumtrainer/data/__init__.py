@@ -1,0 +1,1 @@
+"""From what the user gives to windows: sources, their batches, positions."""

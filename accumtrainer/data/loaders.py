@@ -1,0 +1,445 @@
+"""Loader batches of PyDatasets and of everything else that yields batches."""
+
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count, islice
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from accumtrainer import errors
+from accumtrainer.data.batches import (
+    Batch,
+    name_of,
+    named_arrays,
+    unpack,
+    weigh_classes,
+    window_of_batches,
+)
+from accumtrainer.data.position import fingerprint
+from accumtrainer.data.source import (
+    Source,
+    check_sizes,
+    passes,
+    permutation,
+    require_same,
+    require_same_epochs,
+)
+from accumtrainer.keras_api import tree
+
+# Datasets of Grain that repeat forever are a part of `sys.maxsize` long.
+ENDLESS = 2**40
+
+
+@runtime_checkable
+class KnowsItsPlace(Protocol):
+    """An iterator that can say where it is and go there, as Grain's can."""
+
+    def get_state(self):
+        """Return where the iterator is."""
+
+    def set_state(self, state):
+        """Go to where another iterator of the same data was."""
+
+
+class PyDatasetSource(Source):
+    """Loader batches of a `keras.utils.PyDataset`; items are `Batch`es.
+
+    `shuffle` permutes the order of batches. With more than one worker, that
+    many threads load ahead, at most `max_queue_size` batches, in order. The
+    dataset's `on_epoch_begin` and `on_epoch_end` are called. With `steps`
+    epochs go on where the last one stopped, as for arrays.
+
+    Args:
+        dataset: the `keras.utils.PyDataset`; infinite when it has no length.
+        shuffle: whether every pass has an order of its own; an infinite
+            dataset is never shuffled.
+        seed: whole number of at least 0, as for arrays.
+        class_weight: dict `{class: weight}`, or `None`.
+        steps: loader batches in an epoch, or `None` for one pass.
+        epochs_before: epochs before epoch 0, whose orders do not come again.
+
+    Raises:
+        ValueError: the dataset asks for processes, or is empty.
+    """
+
+    def __init__(
+        self,
+        dataset,
+        *,
+        shuffle=True,
+        seed=0,
+        class_weight=None,
+        steps=None,
+        epochs_before=0,
+    ):
+        check_sizes(None, shuffle, steps)
+        if dataset.use_multiprocessing:
+            raise ValueError(
+                "use_multiprocessing must be False in a PyDataset, because "
+                "processes cannot share a device safely. Received: "
+                "use_multiprocessing=True. Use workers=n, which loads ahead "
+                "in n threads."
+            )
+        if _num_batches(dataset) == 0:
+            raise ValueError(
+                "A PyDataset must hold at least one batch. Received: a "
+                "dataset of length 0. Check how it was made."
+            )
+        self._dataset = dataset
+        self._shuffle = shuffle
+        self._seed = seed
+        self._class_weight = class_weight
+        self._reader = _Reader(class_weight)
+        self._steps = steps
+        self._epochs_before = epochs_before
+        self._epochs_begun = 0
+        self.is_endless = steps is None and _num_batches(dataset) is None
+        self.batches_per_epoch = steps or _num_batches(dataset)
+
+    def iterate(self, epoch, start=0):
+        """Yield the `Batch`es of one epoch, loading ahead with threads."""
+        if not start:
+            self._begin_epoch()
+        made = start
+        for item in self._load(self._indices(epoch, start)):
+            yield self._reader.read(item, epoch, made)
+            made += 1
+        self._dataset.on_epoch_end()
+        if not made:
+            raise errors.DataError(errors.NO_BATCHES.format(epoch=epoch))
+
+    def get_state(self):
+        return {
+            "batches": self.batches_per_epoch,
+            "shuffle": self._shuffle,
+            "epochs_before": self._epochs_before,
+            "has_steps": self._steps is not None,
+            "epochs_begun": self._epochs_begun,
+        }
+
+    def go_to(self, position, state, *, fast_forward):
+        """Go to a batch by its index, past the ends of earlier epochs.
+
+        The dataset is told again of the epochs it has been told of, in case
+        it keeps an order of its own. A batch that has changed since is warned
+        about.
+        """
+        del fast_forward
+        self._epochs_before = state.get("epochs_before", 0)
+        now = self.get_state()
+        if position.is_amid_epoch:
+            require_same(["batches", "shuffle"], position, state, now)
+        require_same_epochs(["batches"], position, state, now)
+        # A source of another kind has told no dataset of anything.
+        for _ in range(state.get("epochs_begun", 0) - position.is_amid_epoch):
+            self._begin_epoch()
+            self._dataset.on_epoch_end()
+        if not position.is_amid_epoch:
+            return
+        self._begin_epoch()
+        index = next(self._indices(position.epoch, position.batches - 1))
+        item = _read(self._dataset[index], self._class_weight)
+        if position.last not in (None, fingerprint(item)):
+            warnings.warn(errors.BATCH_HAS_CHANGED, stacklevel=2)
+
+    def window(self, items, micro_batch_size):
+        """Stack batches, or slice the single one."""
+        return window_of_batches(items, micro_batch_size)
+
+    def _begin_epoch(self):
+        self._dataset.on_epoch_begin()
+        self._epochs_begun += 1
+
+    def _indices(self, epoch, start):
+        batches = _num_batches(self._dataset)
+        if batches is None:
+            begin = epoch * (self._steps or 0)
+            end = None if self._steps is None else begin + self._steps
+            yield from islice(count(), begin + start, end)
+            return
+        if batches == 0:
+            return
+        for pass_index, first, stop in passes(
+            epoch, self._steps, batches, start, self._epochs_before
+        ):
+            order = np.arange(batches)
+            if self._shuffle:
+                order = permutation(batches, self._seed, pass_index)
+            yield from order[first:stop].tolist()
+
+    def _load(self, indices):
+        workers = self._dataset.workers
+        if workers > 1:
+            ahead = self._dataset.max_queue_size or workers
+            return _load_ahead(self._dataset, indices, workers, ahead)
+        return (self._dataset[index] for index in indices)
+
+
+def _num_batches(dataset):
+    """Return the length of a PyDataset, `None` when it is infinite."""
+    try:
+        return dataset.num_batches
+    except (NotImplementedError, TypeError):
+        # PyDataset raises the first when there is no length at all, and
+        # `len` the second when `__len__` returned None.
+        return None
+
+
+def _load_ahead(dataset, indices, workers, ahead):
+    """Yield `dataset[index]` in order, loaded by threads up to a limit."""
+    with ThreadPoolExecutor(workers) as pool:
+        loading = deque()
+        try:
+            for index in indices:
+                loading.append(pool.submit(dataset.__getitem__, index))
+                if len(loading) >= ahead:
+                    yield loading.popleft().result()
+            while loading:
+                yield loading.popleft().result()
+        finally:
+            for future in loading:
+                future.cancel()
+
+
+class IterableSource(Source):
+    """Loader batches of any iterable; items are `Batch`es.
+
+    It is iterated afresh for every epoch. With `steps` every epoch has that
+    many batches and goes on where the last one stopped; an iterable that ends
+    is begun again at once. An iterator that can be used only once serves all
+    epochs: without `steps` the first epoch uses it up, and with `steps` its
+    last epoch may be shorter.
+
+    Args:
+        iterable: yields batches: a `tf.data.Dataset`, a torch `DataLoader`, a
+            list of tuples, a generator.
+        class_weight: dict `{class: weight}`, or `None`.
+        steps: loader batches in an epoch, or `None`.
+
+    Raises:
+        ValueError: the iterable has length 0.
+    """
+
+    def __init__(self, iterable, *, class_weight=None, steps=None):
+        check_sizes(None, False, steps)
+        length = _length(iterable)
+        if length == 0:
+            raise ValueError(
+                "x must hold at least one batch. Received: "
+                f"{type(iterable).__name__} of length 0. Check how it was made."
+            )
+        self._iterable = iterable
+        self._class_weight = class_weight
+        self._reader = _Reader(class_weight)
+        self._steps = steps
+        self.is_endless = steps is None and _is_endless(iterable)
+        self._iterator = None
+        self._taken = self._times_begun = 0
+        self.is_one_shot = isinstance(iterable, Iterator)
+        self.batches_per_epoch = steps or length
+
+    def iterate(self, epoch, start=0):
+        """Yield the `Batch`es of one epoch."""
+        made = start
+        remaining = None if self._steps is None else self._steps - start
+        is_new = not start and (self._steps is None or epoch == 0)
+        for item in islice(self._begin(is_new=is_new), remaining):
+            batch = self._reader.read(item, epoch, made)
+            made += 1
+            self._taken += 1
+            yield batch
+        if not made:
+            raise errors.DataError(errors.NO_BATCHES.format(epoch=epoch))
+
+    def get_state(self):
+        """Return how much was taken, and what the iterator says of itself."""
+        state = {"taken": self._taken, "times_begun": self._times_begun}
+        if isinstance(self._iterator, KnowsItsPlace):
+            state["iterator"] = self._iterator.get_state()
+        return state
+
+    def go_to(self, position, state, *, fast_forward):
+        """Have the iterator go there, or run through what it yielded before.
+
+        Without `fast_forward` earlier epochs are begun, not run through; the
+        batches seen on the way show whether that leads to the same place.
+        """
+        self._taken = state["taken"]
+        # Older checkpoints tell of runs that began every epoch so far.
+        epochs = position.epoch + position.is_amid_epoch
+        times_begun = state.get("times_begun", epochs)
+        if "iterator" in state:
+            if position.is_amid_epoch or self.is_one_shot:
+                self._begin(is_new=True)
+                self._iterator.set_state(state["iterator"])
+            self._times_begun = times_begun
+            return
+        if not self._taken:
+            return
+        if self.is_one_shot and not fast_forward:
+            raise errors.DataError(
+                errors.CANNOT_GO_BACK.format(kind=type(self._iterable).__name__)
+            )
+        is_one_row = self.is_one_shot or self._steps is not None
+        if is_one_row:
+            item = _last(islice(self._begin(is_new=True), self._taken))
+            self._check_same(item, position.last or None, position)
+            return
+        for _ in range(times_begun - position.is_amid_epoch):
+            items = self._begin(is_new=True)
+            first = next(items, None)
+            if fast_forward:
+                _last(items)
+        if position.is_amid_epoch:
+            items = self._begin(is_new=True)
+            self._check_same(
+                _last(islice(items, position.batches)), position.last, position
+            )
+        else:
+            self._check_same(first, position.first, position)
+
+    def _check_same(self, item, expected, position):
+        """Refuse data that come in another order than when they were saved."""
+        if expected is None:
+            return
+        if item is not None:
+            item = fingerprint(_read(item, self._class_weight))
+        if item != expected:
+            raise errors.DataError(
+                errors.OTHER_ORDER.format(
+                    epoch=position.epoch, batches=position.batches
+                )
+            )
+
+    def window(self, items, micro_batch_size):
+        """Stack batches, or slice the single one."""
+        return window_of_batches(items, micro_batch_size)
+
+    def _begin(self, *, is_new):
+        """Return the iterator to take from, a new one if there can be one."""
+        if self.is_one_shot:
+            self._iterator = self._iterable
+        elif is_new or self._iterator is None:
+            is_one_row = self._steps is not None
+            self._iterator = self._repeat() if is_one_row else self._iter()
+        return self._iterator
+
+    def _iter(self):
+        self._times_begun += 1
+        return iter(self._iterable)
+
+    def _repeat(self):
+        """Yield the items over and over, until there are none."""
+        is_empty = False
+        while not is_empty:
+            is_empty = True
+            for item in self._iter():
+                is_empty = False
+                yield item
+
+
+def _last(items):
+    """Run through items, return the last one, or `None`."""
+    last = deque(items, maxlen=1)
+    return last[0] if last else None
+
+
+def _length(iterable):
+    """Return `len(iterable)`, or `None` where it has none or is infinite."""
+    try:
+        length = len(iterable)
+    except TypeError:
+        return None
+    return length if length < ENDLESS else None
+
+
+def _is_endless(iterable):
+    """Whether an iterable says of itself that it never ends."""
+    try:
+        return len(iterable) >= ENDLESS
+    except TypeError as error:
+        return "infinite" in str(error)  # so tf.data tells it from unknown
+
+
+class _Reader:
+    """Reads loader items, all of which must be built alike.
+
+    Args:
+        class_weight: dict `{class: weight}`, or `None`.
+    """
+
+    def __init__(self, class_weight):
+        self._class_weight = class_weight
+        self._axes = None
+
+    def read(self, item, epoch, index):
+        """Read an item as a `Batch`, of arrays that stay as they are.
+
+        Args:
+            item: what the loader yielded.
+            epoch: index of the epoch, for the message.
+            index: index of the batch in the epoch, for the message.
+
+        Raises:
+            DataError: it has no samples, not as many in every array, or
+                other parts than the first item.
+        """
+        batch = unpack(item)
+        arrays = {
+            (field, path): array
+            for field, part in zip(Batch._fields, batch, strict=True)
+            for path, array in named_arrays(part)
+        }
+        axes = {key: array.ndim for key, array in arrays.items()}
+        self._axes = self._axes or axes
+        if axes != self._axes:
+            raise errors.DataError(
+                errors.OTHER_PARTS.format(
+                    received=_difference(self._axes, axes),
+                    batch=index,
+                    epoch=epoch,
+                )
+            )
+        lengths = {len(array) for array in arrays.values()}
+        if len(lengths) != 1 or lengths == {0}:
+            received = ", ".join(
+                f"{len(array)} samples in {name_of(*key)}"
+                for key, array in arrays.items()
+            )
+            raise errors.DataError(
+                errors.UNUSABLE_BATCH.format(
+                    received=received or "no array", batch=index, epoch=epoch
+                )
+            )
+        # Whoever made the item may fill the same arrays again for the next.
+        return tree.map_structure(_own, _weigh(batch, self._class_weight))
+
+
+def _difference(before, now):
+    """Say how arrays, by key the number of their axes, differ."""
+    key = next(k for k in [*now, *before] if before.get(k) != now.get(k))
+    had, has = (
+        f"{axes[key]} axes" if key in axes else "nothing"
+        for axes in (before, now)
+    )
+    return f"{has} in {name_of(*key)}, where the first batch had {had}"
+
+
+def _own(array):
+    """Copy an array that somebody else could write to; `None` stays."""
+    is_safe = array is None or not array.flags.writeable
+    return array if is_safe else array.copy()
+
+
+def _read(item, class_weight):
+    """Read a loader item, whose class labels may weigh its samples."""
+    return _weigh(unpack(item), class_weight)
+
+
+def _weigh(batch, class_weight):
+    if class_weight is None:
+        return batch
+    return weigh_classes(batch, class_weight)

@@ -1,0 +1,1 @@
+"""The same engine inside `Model.fit`."""

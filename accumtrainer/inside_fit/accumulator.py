@@ -1,0 +1,464 @@
+"""Accumulation inside `Model.fit`, which keeps its loop.
+
+What is relied on, and watched by
+`tests/inside_fit/test_gradient_accumulation.py`:
+
+- `fit` calls `model.make_train_function()` once, before `on_train_begin`, and
+  then for every group of `steps_per_execution` batches `model.train_function`
+  with an iterator of batches, on JAX with the state besides. Both are meant to
+  be overridden. `train_on_batch` calls them too.
+- An epoch ends when the train function raises `StopIteration`, or after
+  `params["steps"]` batches. On JAX what a call has done is lost if it raises.
+- At the end of an epoch `fit` reads the model's metrics.
+
+`fit` says nothing when it fails. So the next call of `make_train_function`,
+which every `fit` begins with, is where what an error has left is put back.
+"""
+
+import math
+import time
+
+import numpy as np
+
+from accumtrainer import errors
+from accumtrainer.inside_fit.fit_state import make_fit_state
+from accumtrainer.inside_fit.groups import Group, Groups, check_dense
+from accumtrainer.keras_api import (
+    check_fit_support,
+    compiled_arguments,
+    keras,
+    ops,
+)
+from accumtrainer.progress import Progress
+from accumtrainer.steps import (
+    BatchwiseProgram,
+    BatchwiseStep,
+    choose_plan,
+    late_logs,
+    make_backend,
+)
+from accumtrainer.training.construction import (
+    check_options,
+    resolve_loss_scale,
+    resolve_optimizer,
+)
+from accumtrainer.training.other_trainers import WITHIN_FIT, refuse_arguments
+from accumtrainer.window.hooks import (
+    Hooks,
+    LogBook,
+    overrides_compute_loss,
+    takes_argument,
+)
+from accumtrainer.window.losses import CompiledLoss
+from accumtrainer.window.program import WindowProgram
+from accumtrainer.window.state import Scratch, TrainingState
+
+
+class FitAccumulator(Hooks):
+    """Make one update of several of the batches that `Model.fit` trains on.
+
+    `accumtrainer.callbacks.GradientAccumulation` is how it is used: inside
+    one `fit`, `install`, then for every epoch `start_epoch` and `end_epoch`,
+    and `uninstall`.
+
+    Args:
+        model: compiled `keras.Model`, left as it is but for its training.
+        accumulation: `Accumulation` by `steps`, tail `"flush"`.
+        denominator: what a bare scalar loss was averaged over: `"samples"`,
+            or a function from a `Batch` to a scalar. Default: unknown.
+        loss_scale: `"auto"` (on iff a layer computes in float16),
+            `LossScale`, or `None` for off.
+        max_consecutive_skips: int, windows in a row that may have gradients
+            that are not finite; `None` for any number.
+
+    Raises:
+        ValueError: something cannot be done exactly inside `fit`.
+        TypeError: an argument is of the wrong kind.
+    """
+
+    _owner = "GradientAccumulation"
+
+    def __init__(
+        self,
+        model,
+        accumulation,
+        *,
+        denominator=None,
+        loss_scale="auto",
+        max_consecutive_skips=100,
+    ):
+        self._backend = make_backend(run_eagerly=model.run_eagerly)
+        _check_fit(model, self._backend)
+        check_options(
+            denominator=denominator,
+            max_consecutive_skips=max_consecutive_skips,
+            jit_compile=model.jit_compile,
+            run_eagerly=model.run_eagerly,
+            seed=None,
+        )
+        self.model = model
+        self.accumulation = accumulation
+        self.optimizer, carried = resolve_optimizer(model, None)
+        self.loss_scale = resolve_loss_scale(model, loss_scale, carried)
+        self._carries_scale = loss_scale == "auto" and carried is not None
+        self._set_up_hooks(denominator)
+        self._max_consecutive_skips = max_consecutive_skips
+        initial_scale = self.loss_scale.initial if self.loss_scale else 1.0
+        self._state = TrainingState(seed=0, loss_scale=initial_scale)
+        self._fit_state = make_fit_state(self._backend, model)
+        self._train_function = self._fit_state.make_train_function(self._run)
+        self._train_function_before = None
+        self._trains = None
+        self._program = self._step = None
+        self._is_first_group = True
+        self._progress = Progress()
+        self._unread_windows = self._known_skips = 0
+        self._is_running = False
+        self._scaled_by = None
+
+    def _set_up_hooks(self, denominator):
+        arguments = compiled_arguments(self.model)
+        self._model_computes_loss = overrides_compute_loss(self.model)
+        self._model_takes_training = takes_argument(self.model.call, "training")
+        self._compiled_loss = None
+        if arguments["loss"] is not None and not self._model_computes_loss:
+            self._compiled_loss = CompiledLoss(
+                arguments["loss"],
+                arguments["loss_weights"],
+                getattr(self.model, "output_names", None),
+            )
+        has_own = type(self.model).compute_metrics is not (
+            keras.Model.compute_metrics
+        )
+        names = ("metrics", "weighted_metrics")
+        self.has_metrics = has_own or any(arguments[name] for name in names)
+        self._denominator = denominator
+        self._guessed_denominator = False
+        self._must_weigh = (
+            self.accumulation.combine == "exact"
+            and self.accumulation.steps != 1
+        )
+        self._log_book = LogBook()
+
+    # What a callback calls, in this order.
+
+    @classmethod
+    def refuse_arguments(cls, others, function):
+        """Refuse arguments that a callback does not have.
+
+        Args:
+            others: dict of them.
+            function: the callback's constructor.
+
+        Raises:
+            TypeError: there are some; the message says what replaces them.
+        """
+        refuse_arguments(
+            cls._owner,
+            others,
+            function,
+            (keras.Model.fit, "model.fit({name}=)"),
+            (keras.Model.compile, "model.compile({name}=)"),
+            replacements=WITHIN_FIT,
+        )
+
+    def serves(self, model):
+        """Whether this can train a model again, compiled as it was."""
+        return (
+            self.model is model
+            and not self._is_running
+            and model.train_function is self._train_function_before
+            and self._trains == _identity(model)
+        )
+
+    def install(self, batches_per_epoch):
+        """Take over the model's train function, for one `fit`.
+
+        Args:
+            batches_per_epoch: int, or `None` where `fit` does not know it.
+        """
+        model = self.model
+        if "make_train_function" in vars(model):
+            raise ValueError(errors.OWN_TRAIN_FUNCTION.format(model=model.name))
+        self._fit_state.leave()
+        self._groups_per_epoch = None
+        if batches_per_epoch is not None:
+            self._groups_per_epoch = math.ceil(
+                batches_per_epoch / model.steps_per_execution
+            )
+        self._is_first_group = True
+        self._begun = time.monotonic() - self._progress.seconds
+        self._train_function_before = model.train_function
+        model.train_function = self._train_function
+        model.make_train_function = self._make_train_function
+
+    def start_epoch(self, epoch):
+        """Begin an epoch.
+
+        Args:
+            epoch: int, its index.
+        """
+        self._fit_state.leave()
+        if self._scaled_by is None:
+            self._take_scale()  # not earlier: a callback may have restored it
+        if self._program is not None:
+            self._program.start_epoch(epoch)
+        self._state.epoch.assign(epoch)
+        self._epoch = epoch
+        self._open = 0  # micro-batches of the open window that have run
+        self._held = []  # those that wait for the rest of it
+        self._groups = Groups(
+            self._backend,
+            self.model.steps_per_execution,
+            self._groups_per_epoch,
+        )
+        self._logs = {}
+
+    def finish_window(self):
+        """Apply an open window, where an epoch has ended amid one.
+
+        This is outside of what `fit` repeats: its variables are current.
+        """
+        if self._waiting:
+            self._fit_state.leave()
+            self._close_window()
+            self._backend.publish()
+
+    def end_epoch(self):
+        """Count an epoch that has run, and stop after too many bad windows."""
+        self.finish_window()
+        self._fit_state.leave()
+        self._give_scale()
+        self._progress.epochs += 1
+        self._check_skips(is_epoch_over=True)
+
+    def uninstall(self):
+        """Put back what `install` has changed, unless others have since."""
+        model = self.model
+        if not self._is_running:  # or else its arrays may be lost
+            self._fit_state.leave()
+            self._give_scale()
+        self._scaled_by = None
+        if model.train_function is self._train_function:
+            model.train_function = self._train_function_before
+        vars(model).pop("make_train_function", None)
+        self._groups = None
+
+    @property
+    def progress(self):
+        """A copy of the counters; reading it waits for the device."""
+        progress = self._progress.copy()
+        progress.updates = self._read(self._state.updates)
+        progress.skipped_updates = self._read(self._state.skipped_updates)
+        return progress
+
+    # What `fit` calls.
+
+    def _make_train_function(self, force=False):
+        """Answer the next `fit` or `train_on_batch`: as if never installed."""
+        self.uninstall()
+        return self.model.make_train_function(force)
+
+    def _run(self, iterator):
+        """Train on the next group of batches.
+
+        Nothing may raise once something has run, or `fit` on JAX is left with
+        arrays that have been given away.
+        """
+        self._check_skips()
+        group = self._groups.take(iterator)
+        if self._is_first_group:
+            self._prepare(group.batches()[0])
+            self._is_first_group = False
+        self._fit_state.settle(self._shown)
+        self._is_running = True
+        self._progress.micro_batches += len(group)
+        self._progress.samples += group.samples
+        while len(group):
+            if not self._waiting:
+                self._steps = self._steps_of_window()
+            room = self._steps - self._waiting
+            part, group = group.cut(room)
+            self._fill_window(part, len(part) == room)
+        if self._waiting and self._groups.is_last():
+            self._close_window()
+        self._is_running = False
+        self._progress.seconds = time.monotonic() - self._begun
+        return self._logs
+
+    @property
+    def _waiting(self):
+        """How many micro-batches the open window has so far."""
+        return self._open + len(self._held)
+
+    def _steps_of_window(self):
+        updates = 0
+        if callable(self.accumulation.steps):
+            updates = self._read(self._state.updates)
+        return self.accumulation.steps_at(self._epoch, updates)
+
+    def _fill_window(self, group, closes):
+        """Put batches into the open window, and close it where they do."""
+        if closes and not self._waiting and self._should_fuse(group):
+            self._note(self._step.run(group.window()))
+            return
+        if self._can_stream:
+            for batch in group.batches():
+                report = self._step.add(batch, self._open, self._steps)
+                self._open += 1
+            self._logs = late_logs(report)
+        else:
+            self._held += group.batches()
+        if closes:
+            self._close_window()
+
+    def _should_fuse(self, group):
+        return self._is_fused and group.is_even
+
+    def _close_window(self):
+        if self._held:
+            report = self._step.run(Group(self._held).window())
+        else:
+            report = self._step.apply(self._open)
+        self._open, self._held = 0, []
+        self._note(report)
+
+    def _note(self, report):
+        self._unread_windows += 1
+        self._logs = late_logs(report)
+
+    # Parts.
+
+    def _prepare(self, batch):
+        """Build what is missing before the first micro-batch of a `fit`."""
+        if self._program is not None:
+            self._program.learn_losses(batch)
+            return
+        check_dense(batch)
+        self._backend.publish()
+        self._build_model(batch)
+        program = WindowProgram(
+            self,
+            self._state,
+            self._backend,
+            combine=self.accumulation.combine,
+            loss_scale=self.loss_scale,
+            tracked=[],
+        )
+        program.build(batch)
+        plan = choose_plan(
+            self.model,
+            program.operations,
+            self._backend,
+            jit_compile=self.model.jit_compile,
+            run_eagerly=self.model.run_eagerly,
+        )
+        self._is_fused = plan.name == "fused"
+        self._can_stream = program.can_stream
+        self._shown = BatchwiseProgram(program, self.model)
+        self._step = BatchwiseStep(self._shown, self._backend, plan)
+        self._program = program
+        self._trains = _identity(self.model)
+
+    def _build_model(self, batch):
+        """Create what Keras creates when it first trains on a batch."""
+
+        def call(batch):
+            return self._call_model(batch.x, training=False)
+
+        def compute_loss(batch):
+            outputs = call(batch)
+            self.model.compute_loss(
+                batch.x, batch.y, outputs, batch.sample_weight
+            )
+            return outputs
+
+        with Scratch([]):
+            self._backend.trace(call, batch)
+        if self._compiled_loss is not None:
+            # Regularizers read variables, which a scope must know for that.
+            with Scratch(self.model.variables):
+                self._backend.trace(compute_loss, batch)
+        optimizer = self.model.optimizer
+        if not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+
+    def _check_skips(self, *, is_epoch_over=False):
+        """Stop where too many windows in a row were not finite."""
+        limit = self._max_consecutive_skips
+        if limit is None or not self._unread_windows:
+            return
+        most = self._known_skips + self._unread_windows
+        if not is_epoch_over and most <= limit:
+            return
+        self._known_skips = self._read(self._state.consecutive_skips)
+        self._unread_windows = 0
+        if self._known_skips > limit:
+            raise errors.NonFiniteError(
+                errors.NON_FINITE.format(
+                    count=self._known_skips,
+                    update=self._read(self._state.updates),
+                    limit=limit,
+                )
+            )
+
+    def _read(self, variable):
+        return _as_number(self._fit_state.read(variable))
+
+    def _take_scale(self):
+        """Begin with the loss scale that Keras's optimizer has."""
+        if not self._carries_scale:
+            return
+        self._scaled_by = optimizer = self.model.optimizer
+        if optimizer.built:
+            bounds = self.loss_scale
+            scale = _as_number(optimizer.dynamic_scale)
+            self._state.loss_scale.assign(
+                np.clip(scale, bounds.minimum, bounds.maximum)
+            )
+            good_windows = _as_number(optimizer.step_counter)
+            self._state.good_windows.assign(good_windows)
+
+    def _give_scale(self):
+        """Leave the loss scale in Keras's optimizer, where it has one."""
+        optimizer, state = self._scaled_by, self._state
+        if optimizer is not None and optimizer.built:
+            optimizer.dynamic_scale.assign(_as_number(state.loss_scale))
+            optimizer.step_counter.assign(_as_number(state.good_windows))
+
+
+def _check_fit(model, backend):
+    """Refuse what cannot be done exactly inside `fit`.
+
+    Raises:
+        ValueError: the model trains in a way of its own.
+    """
+    check_fit_support()
+    owner = type(model).__name__
+    for name in ("train_step", "make_train_function"):
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            raise ValueError(
+                errors.MODEL_WITH_OWN_TRAINING.format(model=owner, name=name)
+            )
+    if backend.is_distributed(model) or keras.distribution.distribution():
+        raise ValueError(errors.DISTRIBUTED_FIT)
+    optimizer = model.optimizer
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
+    steps = getattr(optimizer, "gradient_accumulation_steps", None)
+    if steps:
+        raise ValueError(errors.FIT_ACCUMULATES_TWICE.format(steps=steps))
+
+
+def _as_number(tensor):
+    return ops.convert_to_numpy(tensor).item()
+
+
+def _identity(model):
+    """Return what stays as long as compiled functions can be used again."""
+    return (
+        id(model.optimizer),
+        tuple(map(id, model.trainable_variables)),
+        model.run_eagerly,
+        model.jit_compile,
+    )

@@ -1,0 +1,210 @@
+"""What `Model.fit` trains on, kept where its arrays are."""
+
+import functools
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from accumtrainer import errors
+from accumtrainer.data.batches import (
+    Batch,
+    Window,
+    count_samples,
+    leaves,
+    map_leaves,
+    stack,
+)
+from accumtrainer.data.sources import SPARSE_TYPES
+from accumtrainer.keras_api import keras, ops
+
+
+class Group:
+    """Some batches in a row, one by one or stacked already.
+
+    Args:
+        batches: list of `Batch`es of arrays or tensors.
+        stacked: `Batch` of arrays or tensors `[n, m, ...]` instead.
+    """
+
+    def __init__(self, batches=(), stacked=None):
+        self._batches = list(batches)
+        self._stacked = stacked
+        if stacked is None:
+            self._sizes = [count_samples(batch) for batch in self._batches]
+        else:
+            count, size = leaves(stacked)[0].shape[:2]
+            self._sizes = [size] * count
+
+    def __len__(self):
+        return len(self._sizes)
+
+    @property
+    def samples(self):
+        """Number of samples in all batches together."""
+        return sum(self._sizes)
+
+    @property
+    def is_even(self):
+        """Whether all batches have the same shapes and types."""
+        return (
+            self._stacked is not None
+            or len({_signature(batch) for batch in self._batches}) == 1
+        )
+
+    def cut(self, count):
+        """Cut in two.
+
+        Returns:
+            The first `count` batches and those after them, `Group`s.
+        """
+        if count >= len(self):
+            return self, Group()
+        if self._stacked is None:
+            return Group(self._batches[:count]), Group(self._batches[count:])
+        first = map_leaves(lambda leaf: leaf[:count], self._stacked)
+        rest = map_leaves(lambda leaf: leaf[count:], self._stacked)
+        return Group(stacked=first), Group(stacked=rest)
+
+    def batches(self):
+        """Return the batches one by one."""
+        if self._stacked is None:
+            return self._batches
+        return list(self.window().split())
+
+    def window(self):
+        """Return the batches as a `Window`, stacked if they can be."""
+        sizes = tuple(self._sizes)
+        if self._stacked is not None:
+            return Window(self._stacked, None, sizes)
+        if not self.is_even:
+            return Window(None, tuple(self._batches), sizes)
+        return Window(map_leaves(_stack, *self._batches), None, sizes)
+
+
+class Groups:
+    """The groups of batches that one epoch of `Model.fit` trains on.
+
+    `tf.data` makes batches ahead of those who ask for one at a time. One who
+    asks for a group finds hardly more than one ready, and the pipeline stands
+    still while the group is trained on. So a thread asks for the next group
+    then. Iterators of Python belong to the thread of `fit`.
+
+    Args:
+        backend: the backend's functions.
+        size: int, most batches in a group, `steps_per_execution`.
+        count: int, groups in the epoch, or `None` where that is not known.
+    """
+
+    def __init__(self, backend, size, count):
+        self._backend = backend
+        self._size = size
+        self._left = count
+        self._next = None
+        self._pool = None
+        if size > 1 and backend.has_own_pipeline:
+            self._pool = ThreadPoolExecutor(1, "accumtrainer-batches")
+
+    def take(self, iterator):
+        """Return the next `Group`.
+
+        Args:
+            iterator: what `fit` hands over.
+
+        Raises:
+            StopIteration: there is none.
+        """
+        begun, self._next = self._next, None
+        group = begun.result() if begun else self._read(iterator)
+        if self._left is not None:
+            self._left -= 1
+        if len(group) < self._size:
+            self._left = 0
+        if self._left is None or (self._left and self._pool):
+            self._next = self._begin(iterator)
+        return group
+
+    def is_last(self):
+        """Whether the epoch ends with the group taken last.
+
+        Where that is not known, it waits until the next one is there. What
+        goes wrong with that one is for the next `take` to raise.
+        """
+        if self._left is not None:
+            return not self._left
+        return isinstance(self._next.exception(), StopIteration)
+
+    def _begin(self, iterator):
+        if self._pool:
+            return self._pool.submit(self._read, iterator)
+        begun = Future()
+        try:
+            begun.set_result(self._read(iterator))
+        except Exception as failure:
+            begun.set_exception(failure)
+        return begun
+
+    def _read(self, iterator):
+        if self._size == 1:
+            return Group([as_batch(self._backend.next_batch(iterator))])
+        items, stacked = self._backend.next_batches(iterator, self._size)
+        if stacked is not None:
+            return Group(stacked=as_batch(stacked))
+        return Group(map(as_batch, items))
+
+
+def as_batch(item):
+    """Read what `fit` trains on as a `Batch`.
+
+    Args:
+        item: x, or a tuple or list of x, y and sample_weight, or of the first
+            of them; arrays or tensors.
+
+    Returns:
+        `Batch`, floats cast to `keras.config.floatx()` as a Trainer does.
+    """
+    parts = item if isinstance(item, (tuple, list)) else (item,)
+    return Batch(*map(_as_floatx, parts))
+
+
+def _as_floatx(part):
+    if isinstance(part, np.ndarray):
+        return _cast(part)
+    return map_leaves(_cast, part)
+
+
+def _cast(leaf):
+    floatx = keras.config.floatx()
+    return ops.cast(leaf, floatx) if _differs(leaf.dtype, floatx) else leaf
+
+
+@functools.cache
+def _differs(dtype, floatx):
+    """Tell floats of another type; by name, as NumPy knows no bfloat16."""
+    return "float" in dtype.name and dtype.name != floatx
+
+
+def check_dense(batch):
+    """Refuse what cannot be stacked.
+
+    Args:
+        batch: `Batch`.
+
+    Raises:
+        TypeError: an array is sparse or ragged.
+    """
+    for name, part in batch._asdict().items():
+        for leaf in leaves(part):
+            kind = type(leaf).__name__
+            if kind in SPARSE_TYPES:
+                raise TypeError(
+                    errors.NOT_AN_ARRAY.format(name=name, received=kind)
+                )
+
+
+def _signature(batch):
+    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves(batch))
+
+
+def _stack(*rows):
+    is_on_host = isinstance(rows[0], np.ndarray)
+    return stack(*rows) if is_on_host else ops.stack(rows)

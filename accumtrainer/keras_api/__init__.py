@@ -1,0 +1,188 @@
+"""The one place that decides which Keras this library stands on.
+
+Every other module imports `keras`, `ops` and `tree` from here. What differs
+between Keras 3 and Keras Core is in `on_keras.py` and `on_keras_core.py`,
+which nothing else imports. Private names are used only there and by the
+functions at the end of this file, each with its reason;
+`tests/keras_api/test_keras_api.py` notices when one of them changes.
+"""
+
+import os
+
+from accumtrainer import errors
+
+KERAS_NAME = os.environ.get("ACCUMTRAINER_KERAS", "keras")
+
+if KERAS_NAME == "keras":
+    from accumtrainer.keras_api.keras3 import (
+        ACTIVITY_LOSSES_ARE_MEANS,
+        check_fit_support,
+        check_loss_support,
+        check_replica_support,
+        check_statistics_support,
+        check_support,
+        compute_compiled_losses,
+        keras,
+        keras_mask,
+        losses_of_layers,
+        ops,
+        set_keras_mask,
+        tree,
+    )
+elif KERAS_NAME == "keras_core":
+    from accumtrainer.keras_api.keras_core import (
+        ACTIVITY_LOSSES_ARE_MEANS,
+        check_fit_support,
+        check_loss_support,
+        check_replica_support,
+        check_statistics_support,
+        check_support,
+        compute_compiled_losses,
+        keras,
+        keras_mask,
+        losses_of_layers,
+        ops,
+        set_keras_mask,
+        tree,
+    )
+else:
+    raise ImportError(errors.UNKNOWN_KERAS.format(name=KERAS_NAME))
+
+OTHER_KERAS_NAME = "keras" if KERAS_NAME == "keras_core" else "keras_core"
+
+BACKEND = keras.backend.backend()
+
+__all__ = [
+    "ACTIVITY_LOSSES_ARE_MEANS",
+    "BACKEND",
+    "KERAS_NAME",
+    "OTHER_KERAS_NAME",
+    "check_fit_support",
+    "check_loss_support",
+    "check_replica_support",
+    "check_statistics_support",
+    "check_support",
+    "compiled_arguments",
+    "compute_compiled_losses",
+    "copy_mask",
+    "current_distribution",
+    "flatten_layers",
+    "is_known_to",
+    "keras",
+    "keras_mask",
+    "losses_of_layers",
+    "ops",
+    "refuse_other_keras",
+    "schedule_of",
+    "strategy_of",
+    "tree",
+]
+
+
+def refuse_other_keras(name, *things):
+    """Refuse objects made with the Keras that is not in use here.
+
+    Args:
+        name: the argument as the user wrote it.
+        things: objects of any kind.
+
+    Raises:
+        TypeError: one of them is of a class of the other Keras.
+    """
+    for thing in things:
+        packages = {c.__module__.partition(".")[0] for c in type(thing).__mro__}
+        if OTHER_KERAS_NAME in packages:
+            raise TypeError(
+                errors.OTHER_KERAS.format(
+                    name=name,
+                    received=type(thing).__name__,
+                    here=KERAS_NAME,
+                    other=OTHER_KERAS_NAME,
+                )
+            )
+
+
+def flatten_layers(model):
+    """List the model and every layer below it, parents before children.
+
+    Keras walks its own layers this way and offers no public walk that also
+    reaches the layers inside a subclassed layer.
+
+    Args:
+        model: a `keras.Layer`, usually a `keras.Model`.
+
+    Returns:
+        List of layers, the given one first.
+    """
+    return list(model._flatten_layers())
+
+
+def is_known_to(optimizer, variable):
+    """Say whether an optimizer can update a variable.
+
+    One that is not built yet will know any variable. Keras keeps those a
+    built one knows under a private name, and refuses others only when the
+    update is made.
+    """
+    if not optimizer.built:
+        return True
+    return any(known is variable for known in optimizer._trainable_variables)
+
+
+def copy_mask(source, target):
+    """Attach to `target` the mask Keras attached to `source`, if any.
+
+    A loss with `ignore_class` marks the values it ignored by such a mask.
+    Keras reads it from the values a loss returns.
+
+    Returns:
+        `target`, changed in place.
+    """
+    mask = keras_mask(source)
+    if mask is not None:
+        set_keras_mask(target, mask)
+    return target
+
+
+def compiled_arguments(model):
+    """Return what the user gave to `model.compile`, as the objects given.
+
+    `Model.get_compile_config` returns them serialized, which loses functions
+    and the identity of metric objects.
+
+    Args:
+        model: a compiled `keras.Model`.
+
+    Returns:
+        Dict with the keys `loss`, `loss_weights`, `metrics` and
+        `weighted_metrics`; values are `None` where nothing was given.
+    """
+    config = model._compile_config.config
+    names = ("loss", "loss_weights", "metrics", "weighted_metrics")
+    return {name: config[name] for name in names}
+
+
+def schedule_of(optimizer):
+    """Return the schedule of an optimizer's learning rate, or `None`.
+
+    `Optimizer.get_config` returns it serialized, and serializing imports
+    TensorFlow wherever it is installed.
+    """
+    rate = optimizer._learning_rate
+    schedules = keras.optimizers.schedules
+    return rate if isinstance(rate, schedules.LearningRateSchedule) else None
+
+
+def current_distribution():
+    """Return the `keras.distribution.Distribution` in force, or `None`."""
+    distribution = getattr(keras, "distribution", None)
+    return None if distribution is None else distribution.distribution()
+
+
+def strategy_of(model):
+    """Return the `tf.distribute` strategy a model was built under, or `None`.
+
+    Keras keeps it in an attribute without an underscore that is documented
+    nowhere.
+    """
+    return getattr(model, "distribute_strategy", None)

@@ -1,0 +1,1 @@
+"""Who watches training: callbacks, their dispatcher, loggers, the bar."""

@@ -1,0 +1,342 @@
+"""What every logger shares: when to write a point, and what is in it."""
+
+import abc
+import functools
+import time
+
+import numpy as np
+
+from accumtrainer.config import Every
+from accumtrainer.observers.callback import Callback
+from accumtrainer.observers.logs import Logs, to_number
+from accumtrainer.progress import Progress
+
+LATEST = ("learning_rate", "loss_scale", "updates", "skipped_updates")
+"""Numbers of which a point holds the last, not the mean."""
+
+NOT_AVERAGED = frozenset({*LATEST, "applied", "weight"})
+"""Those, and numbers of a window that serve to average the others."""
+
+MOST_UNREAD = 64
+"""Windows whose numbers may stay on the device."""
+
+
+class Logger(Callback, abc.ABC):
+    """Receive points, each of them what happened since the last one.
+
+    A subclass says what to do with a point; when it is due and what is in it
+    is settled here. A point that was due is made when the next window is on its
+    way, so that the device never waits for a logger: it comes one update later,
+    or with the end of the epoch. A last point is always written. A trial
+    (`fast_dev_run`) writes nothing: none of the methods is called.
+
+    A point of training holds the means since the last one of the losses, the
+    gradient norms and what hooks logged, each update by its weight; learning
+    rate, loss scale and counters as they are now; metrics as the running
+    means over the epoch that Keras shows; whatever other callbacks wrote into
+    the logs; `epoch`, its index; and `samples_per_second`, validation left
+    out. A point of validation holds its `val_` numbers. What other callbacks
+    write into the logs only when an epoch ends makes a point of its own.
+
+    Args:
+        every: `Every`, how often to write a point.
+
+    Raises:
+        TypeError: `every` is no `Every`.
+
+    Example:
+        >>> class Printer(Logger):
+        ...     def write(self, updates, numbers):
+        ...         print(updates, numbers["loss"])
+        >>> printer = Printer(every=Every(100, "updates"))
+    """
+
+    looks_at_model = False
+    is_logger = True
+    has_state = True
+
+    def __init__(self, every=None):
+        super().__init__()
+        every = Every(10, "updates") if every is None else every
+        if not isinstance(every, Every):
+            raise TypeError(
+                "every must be an Every. Received: "
+                f"every={every!r}. Use for example Every(10, 'updates')."
+            )
+        self.every = every
+        self._is_open = False
+        self._point = _Point()
+        self._unread = []
+        self._since = Progress()
+        self._due = None
+        self._updates_to_wait = 0
+        self._epoch = 0
+        self._running = Logs()
+        self._names_before = self._validated = frozenset()
+        self._speed = _Speed()
+
+    # What a subclass fills in.
+
+    def open(self):
+        """Get ready to write; called when a training begins."""
+
+    @abc.abstractmethod
+    def write(self, updates, numbers):
+        """Write one point.
+
+        Args:
+            updates: number of updates made so far, never less than before.
+            numbers: dict by name of Python numbers, of lists of them where
+                a metric has several values, and of what other callbacks put
+                in. For a point of training it is no plain dict, but one that
+                reads from the device when somebody looks at it, here or
+                later, in whatever thread.
+        """
+
+    def close(self):
+        """Finish writing; called when a training ends, however it ends."""
+
+    # The story of a training, as told to callbacks.
+
+    def on_train_begin(self, logs=None):
+        self._unread, self._point = [], _Point()
+        self._running = Logs()
+        self._names_before = self._validated = frozenset()
+        self._due = None
+        self._updates_to_wait = 0
+        self._since = self.trainer.progress
+        self._speed = _Speed()
+        self._is_open = self.may_write
+        if self._is_open:
+            self.open()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        # After most updates nothing else is done: it is time that training
+        # does not get.
+        if not self._is_open:
+            return
+        if self._due is not None:
+            self._write_what_was_due()
+        self._unread.append(self.trainer.window_logs)
+        self._running = logs
+        if len(self._unread) > MOST_UNREAD:
+            self._read(self._unread[: MOST_UNREAD // 2])
+        self._speed.count(self.trainer)
+        self._updates_to_wait -= 1
+        if self._updates_to_wait <= 0:
+            self._find_out_whether_due()
+
+    def on_epoch_end(self, epoch, logs=None):
+        if not self._is_open:
+            return
+        names = self._names_of_updates()
+        self._write_what_was_due()
+        if self.trainer.is_due(self.every, self._since):
+            self._write_point(self.trainer.progress)
+        known = names | self._validated
+        written = {k: v for k, v in logs.items() if k not in known}
+        # Who knows no update's names, as after a resume from a checkpoint
+        # made without this logger, cannot tell what others have written.
+        if names and written:
+            self._write(self.trainer.progress.updates, written)
+        self._validated = frozenset()
+
+    def on_test_begin(self, logs=None):
+        self._speed.pause()
+
+    def on_test_end(self, logs=None):
+        self._speed.go_on()
+
+    def on_validation_end(self, update, logs=None):
+        if self._is_open:
+            self._validated |= set(logs)
+            self._write_what_was_due()
+            self._write(update, logs)
+
+    def on_train_end(self, logs=None):
+        if not self._is_open:
+            return
+        self._is_open = False
+        # What other callbacks have done at the end is no training.
+        self._speed.stop()
+        try:
+            self._write_point(self.trainer.progress)
+        finally:
+            self.close()
+
+    def get_state(self):
+        names = self._names_of_updates()
+        self._write_what_was_due()
+        self._read(self._unread)
+        return {
+            "since": self._since.as_dict(),
+            "point": self._point.get_state(),
+            "names": sorted(names),
+            "validated": sorted(self._validated),
+        }
+
+    def set_state(self, state):
+        self._since = Progress.from_dict(state["since"])
+        self._updates_to_wait = 0
+        self._point = _Point.of_state(state["point"])
+        self._names_before = frozenset(state.get("names", ()))
+        self._validated = frozenset(state.get("validated", ()))
+
+    def _names_of_updates(self):
+        """Name what the last update's logs held, even before a resume."""
+        return frozenset(self._running) or self._names_before
+
+    def _find_out_whether_due(self):
+        progress = self.trainer.progress_at_most
+        if self.every.is_due(self._since, progress):
+            self._due = progress
+        else:
+            self._updates_to_wait = self.every.least_updates(progress)
+
+    def _write_what_was_due(self):
+        """Write the point of the last window, unless a skip has put it off."""
+        due, self._due = self._due, None
+        if due is None:
+            return
+        last = self._unread[-1]
+        due.updates = last["updates"]
+        due.skipped_updates = last["skipped_updates"]
+        if self.every.is_due(self._since, due):
+            self._write_point(due)
+
+    def _write_point(self, progress):
+        """Write what has happened until some progress, if anything has."""
+        unread, self._unread = self._unread, []
+        point, self._point = self._point, _Point()
+        running = self._running.lazy_copy()
+        self._since, self._due = progress, None
+        self._updates_to_wait = self.every.least_updates(progress)
+        if not unread and point.is_empty:
+            return
+        read = functools.partial(_read_point, point, unread, running)
+        known = self._speed.measure(self.trainer.samples_seen)
+        self.write(progress.updates, Logs(read, known | {"epoch": self._epoch}))
+
+    def _write(self, updates, numbers):
+        plain = {name: _as_plain(value) for name, value in numbers.items()}
+        self.write(updates, plain | {"epoch": self._epoch})
+
+    def _read(self, windows):
+        for window in windows:
+            self._point.add(window)
+        self._unread = self._unread[len(windows) :]
+
+
+def _read_point(point, unread, running):
+    """Read a point of training, in whatever thread looks at it."""
+    for window in unread:
+        point.add(window)
+    numbers = dict(running.items()) | point.numbers()
+    return {name: _as_plain(value) for name, value in numbers.items()}
+
+
+def _as_plain(value):
+    """Turn scalars into Python numbers and arrays into lists of them."""
+    value = to_number(value)
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+class _Point:
+    """Sums of what some windows logged."""
+
+    def __init__(self):
+        self._sums = {}
+        self._latest = {}
+        self._has_applied = False
+
+    @property
+    def is_empty(self):
+        """Whether no window has been added."""
+        return not self._latest
+
+    def add(self, window):
+        """Add the numbers of a window; skipped ones count only among skips."""
+        window = dict(window.items())  # not key by key, as `dict(window)` is
+        is_applied, more = window["applied"], window["weight"]
+        if is_applied and not self._has_applied:
+            self._sums = {}
+        self._has_applied |= is_applied
+        self._latest = window
+        if self._has_applied and not is_applied:
+            return
+        for name, value in window.items():
+            if name not in NOT_AVERAGED:
+                total, weight = self._sums.get(name, (0.0, 0.0))
+                self._sums[name] = (total + more * value, weight + more)
+
+    def numbers(self):
+        """Return the means and the latest numbers by name."""
+        means = {
+            name: total / weight if weight else 0.0
+            for name, (total, weight) in self._sums.items()
+        }
+        return means | self._latest_numbers()
+
+    def _latest_numbers(self):
+        return {name: self._latest[name] for name in LATEST}
+
+    def get_state(self):
+        """Return what `of_state` needs, a dict ready for JSON."""
+        return {
+            "sums": self._sums,
+            "latest": {} if self.is_empty else self._latest_numbers(),
+            "has_applied": self._has_applied,
+        }
+
+    @classmethod
+    def of_state(cls, state):
+        """Make a point of what `get_state` returned."""
+        point = cls()
+        point._sums = {k: tuple(v) for k, v in state["sums"].items()}
+        point._latest = dict(state["latest"])
+        point._has_applied = state["has_applied"]
+        return point
+
+
+class _Speed:
+    """Samples per second of training, the first update not counted."""
+
+    def __init__(self):
+        self._samples = self._begun = None
+        self._paused = 0.0
+        self._pause = self._last = self._end = None
+
+    def count(self, trainer):
+        """Note an update; the first one compiles everything, and begins."""
+        self._last = time.monotonic()
+        if self._begun is None:
+            self._samples, self._begun = trainer.samples_seen, self._last
+
+    def stop(self):
+        """Leave out what has come after the last update, or its validation."""
+        self._end = self._last
+
+    def pause(self):
+        """Leave the time from here on out."""
+        self._pause = time.monotonic()
+
+    def go_on(self):
+        """Count the time from here on again."""
+        self._last = time.monotonic()
+        if self._pause is not None:
+            self._paused += self._last - self._pause
+        self._pause = None
+
+    def measure(self, samples):
+        """Return `{"samples_per_second": float}` and begin anew."""
+        now = time.monotonic() if self._end is None else self._end
+        seconds = 0.0
+        if self._begun is not None:
+            seconds = now - self._begun - self._paused
+        seen = samples - (self._samples or 0)
+        self._samples, self._begun, self._paused = samples, now, 0.0
+        has_measured = seconds > 0 and seen > 0
+        return {"samples_per_second": seen / seconds} if has_measured else {}

@@ -1,0 +1,264 @@
+"""Everything a training changes, copied to the host, and put back."""
+
+import base64
+import math
+import re
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from accumtrainer import errors
+from accumtrainer.data.batches import Batch, is_text, map_leaves
+from accumtrainer.keras_api import ops
+
+PARTS = ("model", "optimizer", "state", "tracked", "metrics", "means")
+"""Groups of variables that last from one update to the next.
+
+`state` are the Trainer's counters, loss scale and random state; `means` the
+running means of an epoch.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """Everything a training changes, as it was at one moment.
+
+    Args:
+        variables: dict from a part (one of `PARTS`) to a dict from a
+            variable's path to its value, a NumPy array, in their order.
+        progress: dict of the counters, see `Progress`.
+        position: dict, see `Position`; `None` outside a fit.
+        source: dict, what the data source knows besides; `None` outside.
+        run: dict of what the loop remembers of this fit; `None` outside.
+        callbacks: dict from a callback's key to its state.
+        about: dict of facts that do not change: versions, names, sizes.
+    """
+
+    variables: dict[str, dict[str, np.ndarray]]
+    progress: dict[str, Any]
+    position: dict[str, Any] | None
+    source: dict[str, Any] | None
+    run: dict[str, Any] | None
+    callbacks: dict[str, Any]
+    about: dict[str, Any]
+
+    @property
+    def scales_loss(self):
+        """Whether the loss was scaled; older checkpoints do not say."""
+        return self.about.get("scales_loss", True)
+
+    def pack(self):
+        """Take the snapshot apart into what files hold.
+
+        Returns:
+            Pair: nest of what JSON knows; dict from name to NumPy array.
+        """
+        arrays = {}
+        for part, values in self.variables.items():
+            for index, (path, value) in enumerate(values.items()):
+                arrays[f"{part}/{index:05d}/{path}"] = value
+        plain = {
+            field.name: encode(getattr(self, field.name), arrays, field.name)
+            for field in fields(self)
+            if field.name != "variables"
+        }
+        return plain, arrays
+
+    @classmethod
+    def unpack(cls, plain, arrays):
+        """Put together what `pack` took apart."""
+        variables = {part: {} for part in PARTS}
+        for name in sorted(arrays):
+            part, _, rest = name.partition("/")
+            if part in variables:
+                variables[part][rest.partition("/")[2]] = arrays[name]
+        values = {name: decode(value, arrays) for name, value in plain.items()}
+        return cls(variables=variables, **values)
+
+
+@dataclass(frozen=True, slots=True)
+class Blank:
+    """An array of which only shape and dtype matter; read back as zeros."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def blank(nest):
+    """Forget the values in a nest of arrays."""
+    return map_leaves(lambda a: Blank(np.shape(a), str(a.dtype)), nest)
+
+
+def _zeros(shape, dtype):
+    return np.zeros(shape, dtype) if dtype != "object" else np.full(shape, "")
+
+
+def _text(shape, dtype, cells):
+    return np.array(cells, dtype).reshape(shape)
+
+
+def copy_to_host(variables):
+    """Copy variables, `{path: array}`; the arrays belong to nobody else.
+
+    Args:
+        variables: list of Keras variables.
+
+    Returns:
+        Dict of NumPy arrays in the order given; a path that comes again is
+        given a number.
+    """
+    values = {}
+    for variable in variables:
+        path, number = variable.path, 1
+        while path in values:
+            number += 1
+            path = f"{variable.path}#{number}"
+        # As a tensor first: replicas may hold a value in parts.
+        tensor = ops.convert_to_tensor(variable)
+        values[path] = np.array(ops.convert_to_numpy(tensor), order="C")
+    return values
+
+
+def check_fits(part, variables, values):
+    """Refuse saved values that do not belong to these variables.
+
+    Layers that Keras has numbered may have other numbers now.
+
+    Args:
+        part: str, how to call the variables.
+        variables: list of Keras variables.
+        values: dict from path to array, saved by `copy_to_host`.
+
+    Raises:
+        CheckpointError: they differ; the first difference is named.
+    """
+    difference = find_difference(variables, values)
+    if difference is not None:
+        raise errors.CheckpointError(
+            errors.OTHER_VARIABLES.format(part=part, **difference)
+        )
+
+
+def find_difference(variables, values):
+    """Compare saved values with the variables they are meant for.
+
+    Args:
+        variables: list of Keras variables.
+        values: dict from path to array, saved by `copy_to_host`.
+
+    Returns:
+        `None` if they fit; else dict that says of the first difference what
+        was `saved` and what is `here`.
+    """
+    saved = [(path, tuple(v.shape)) for path, v in values.items()]
+    here = [(v.path, tuple(v.shape)) for v in variables]
+    for (old, old_shape), (new, new_shape) in zip(saved, here, strict=False):
+        if old_shape != new_shape or _unnumbered(old) != _unnumbered(new):
+            return {
+                "saved": f"{old} of shape {old_shape}",
+                "here": f"{new} of shape {new_shape}",
+            }
+    if len(saved) == len(here):
+        return None
+    longer = saved if len(saved) > len(here) else here
+    names = [name for name, _ in longer[min(len(saved), len(here)) :]]
+    return {
+        "saved": f"{len(saved)} variables",
+        "here": f"{len(here)} (only on one side: {', '.join(names[:3])})",
+    }
+
+
+def put_back(variables, values):
+    """Assign saved values; see `check_fits` for whether they fit."""
+    for variable, value in zip(variables, values.values(), strict=True):
+        variable.assign(value)
+
+
+def _unnumbered(path):
+    return re.sub(r"(_|#)\d+", "", path)
+
+
+def encode(value, arrays, name):
+    """Write a nest of plain values in what JSON knows.
+
+    Args:
+        value: nest of dicts, lists, tuples, `Batch`es, numbers, strings,
+            bytes, `None` and arrays.
+        arrays: dict, to which the arrays of numbers found are added.
+        name: str, how to call them.
+
+    Returns:
+        Nest of what JSON knows.
+
+    Raises:
+        TypeError: something else is in the nest.
+
+    Example:
+        >>> arrays = {}
+        >>> encode({"best": [np.zeros(2), (1, 2)]}, arrays, "x")
+        {'best': [{'array': 'x/best/0'}, {'tuple': [1, 2]}]}
+        >>> list(arrays)
+        ['x/best/0']
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"float": str(value)}
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, Blank):
+        return {"blank": [list(value.shape), value.dtype]}
+    if isinstance(value, np.ndarray) and is_text(value):
+        # Files of arrays know numbers alone.
+        cells = encode(value.ravel().tolist(), arrays, name)
+        return {"text": [list(value.shape), value.dtype.str, cells]}
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        arrays[name] = np.array(value, order="C")
+        return {"array": name}
+    if isinstance(value, list | tuple):
+        parts = [encode(v, arrays, f"{name}/{i}") for i, v in enumerate(value)]
+        kind = "batch" if isinstance(value, Batch) else "tuple"
+        return parts if isinstance(value, list) else {kind: parts}
+    if isinstance(value, dict) and all(isinstance(k, str) for k in value):
+        named = {k: encode(v, arrays, f"{name}/{k}") for k, v in value.items()}
+        is_clear = len(named) != 1 or not set(named) & set(DECODERS)
+        return named if is_clear else {"dict": named}
+    if isinstance(value, dict):
+        return {"pairs": encode([list(v) for v in value.items()], arrays, name)}
+    raise TypeError(
+        "A saved value must be made of numbers, strings, bytes, None, arrays, "
+        f"lists, tuples and dicts. Received: {name} of type "
+        f"{type(value).__name__}. Save what it is made of."
+    )
+
+
+def decode(value, arrays):
+    """Read what `encode` has written."""
+    if isinstance(value, list):
+        return [decode(v, arrays) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((kind, content),) = value.items()
+        if kind in DECODERS:
+            return DECODERS[kind](content, arrays)
+    return {k: decode(v, arrays) for k, v in value.items()}
+
+
+DECODERS = {
+    "array": lambda name, arrays: arrays[name],
+    "text": lambda parts, arrays: _text(*decode(parts, arrays)),
+    "blank": lambda parts, arrays: _zeros(*parts),
+    "float": lambda text, arrays: float(text),
+    "bytes": lambda text, arrays: base64.b64decode(text),
+    "tuple": lambda parts, arrays: tuple(decode(parts, arrays)),
+    "batch": lambda parts, arrays: Batch(*decode(parts, arrays)),
+    "dict": lambda parts, arrays: {
+        k: decode(v, arrays) for k, v in parts.items()
+    },
+    "pairs": lambda pairs, arrays: {k: v for k, v in decode(pairs, arrays)},
+}
+"""How to read what JSON does not know, a dict of this one key."""

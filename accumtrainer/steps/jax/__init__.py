@@ -1,0 +1,1 @@
+"""What JAX must do itself; `backend.py` says what."""

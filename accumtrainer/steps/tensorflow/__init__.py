@@ -1,0 +1,1 @@
+"""What TensorFlow must do itself; `backend.py` says what."""

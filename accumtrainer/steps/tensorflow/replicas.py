@@ -1,0 +1,286 @@
+"""Several devices and processes of TensorFlow: who has what, what they add up.
+
+Variables have a copy on every replica. Of the rows of a window that its process
+has, every replica takes its share by itself.
+"""
+
+import atexit
+import contextlib
+import functools
+import time
+
+import numpy as np
+import tensorflow as tf
+
+from accumtrainer.data.batches import map_leaves
+from accumtrainer.keras_api import keras, tree
+
+LINGER_SECS = 1.0
+"""How long a process stays when its program has ended."""
+
+
+class TensorFlowReplicas:
+    """The replicas that share windows out.
+
+    Args:
+        strategy: `tf.distribute.Strategy`, or `None` to use one device.
+
+    Attributes:
+        count: int, how many there are.
+        processes: int, how many processes they are in.
+        is_chief: bool, whether this is the process that writes.
+        moving: list of the Keras variables that loops have to carry, since
+            they are no variables while a replica runs.
+    """
+
+    def __init__(self, strategy=None):
+        self._strategy = strategy
+        self.count = strategy.num_replicas_in_sync if strategy else 1
+        members = _members(strategy)
+        self.processes = max(1, len(members))
+        self._index = 0
+        if self.processes > 1:
+            resolver = strategy.cluster_resolver
+            self._index = members.index((resolver.task_type, resolver.task_id))
+            _linger_at_exit()
+        self.is_chief = self._index == 0
+        self._reading, self.moving = [], []
+
+    def gather(self, numbers):
+        """Let every process know some numbers of all.
+
+        Args:
+            numbers: list of n numbers.
+
+        Returns:
+            Array `[processes, n]`, float32, the chief's first.
+        """
+        rows = np.zeros([self.processes, len(numbers)], "float32")
+        rows[self._index] = numbers
+        # Each of the process's own replicas adds the same.
+        rows /= self.count // self.processes
+        return self._add_up(tf.constant(rows)).numpy()
+
+    @functools.cached_property
+    def _add_up(self):
+        def add_up(rows):
+            every = self._strategy.run(tf.identity, (rows,))
+            return self._strategy.reduce("SUM", every, axis=None)
+
+        # Traced once, however many numbers there are.
+        signature = [tf.TensorSpec([self.processes, None])]
+        return tf.function(add_up, autograph=False, input_signature=signature)
+
+    def own(self, shares):
+        """Take the rows that this process's replicas run.
+
+        Args:
+            shares: `Shares` of arrays of all replicas.
+
+        Returns:
+            `Shares` of arrays.
+        """
+        if self.processes == 1:
+            return shares
+
+        def take(leaf):
+            size = leaf.shape[1] // self.processes
+            return leaf[:, self._index * size : (self._index + 1) * size]
+
+        split = tuple(map_leaves(take, batch) for batch in shares.split)
+        return shares._replace(split=split)
+
+    def read(self, variable):
+        """Read a variable that has one value for all replicas.
+
+        The variables of Keras's metrics are in parts, which whoever reads them
+        has the replicas add up. Between updates all parts are equal, as
+        TensorFlow and `write` leave them, and one tells what all are.
+        """
+        value = variable.value
+        if not _is_in_parts(value):
+            return tf.convert_to_tensor(value)
+        part = self._strategy.experimental_local_results(value)[0]
+        return part * self._parts_of(value, part.dtype)
+
+    def write(self, variable, tensor):
+        """Assign a variable, so that all replicas know its one value."""
+        value = variable.value
+        if not _is_in_parts(value):
+            variable.assign(tensor)
+            return
+        part = tensor / self._parts_of(value, tensor.dtype)
+        for copy in self._strategy.experimental_local_results(value):
+            # To read it, as `assign` does otherwise, is an exchange.
+            copy.assign(tf.cast(part, copy.dtype), read_value=False)
+
+    def holding(self, variables):
+        """Make a scope in which those in parts are read without exchanges."""
+        in_parts = [v for v in variables if _is_in_parts(v.value)]
+        if not in_parts:
+            return contextlib.nullcontext()
+        return keras.StatelessScope([(v, self.read(v)) for v in in_parts])
+
+    def _parts_of(self, value, dtype):
+        is_sum = value.aggregation == tf.VariableAggregation.SUM
+        return tf.cast(self.count if is_sum else 1, dtype)
+
+    def scope(self):
+        """Make a scope in which variables have a copy on every replica."""
+        if self._strategy is None:
+            return contextlib.nullcontext()
+        return self._strategy.scope()
+
+    def sum(self, function, shares, *, reading, moving, jit_compile):
+        """Run a function on every replica, and add up what they return.
+
+        What it writes to variables is forgotten.
+
+        Args:
+            function: function of the replica's index, a scalar int32, and
+                of its `Shares`; returns a nest of tensors.
+            shares: `Shares` of tensors of this process's replicas.
+            reading: list of the Keras variables it only reads; others that
+                it reads have one value for all replicas.
+            moving: list of the Keras variables it may write to.
+            jit_compile: bool, whether XLA compiles it.
+
+        Returns:
+            The nest of sums.
+        """
+        size = self.count // self.processes
+
+        # Traced outside of the strategy, where Keras leaves losses alone; a
+        # replica would have it divide them by the number of replicas.
+        @functools.partial(
+            tf.function, jit_compile=jit_compile, autograph=False
+        )
+        def run(replica, shares, read, moved):
+            self._reading = list(zip(reading, read, strict=True))
+            self.moving = list(moving)
+            try:
+                with self.scope_of(moved):
+                    return function(replica, shares)
+            finally:
+                self._reading, self.moving = [], []
+
+        def run_on_replica(shares, moved):
+            replica = _replica_index()
+            split = tree.map_structure(
+                lambda leaf: _share_of(leaf, replica % size, size),
+                shares.split,
+            )
+            read = [
+                whole
+                if _is_in_parts(v.value)
+                else tf.convert_to_tensor(v.value)
+                for v, whole in zip(reading, read_once, strict=True)
+            ]
+            return program(replica, shares._replace(split=split), read, moved)
+
+        read_once = [self.read(v) for v in reading]
+        moved = [self.read(v) for v in moving]
+        split = tree.map_structure(
+            lambda leaf: _share_of(leaf, 0, size), shares.split
+        )
+        program = run.get_concrete_function(
+            tf.constant(0),
+            shares._replace(split=split),
+            read_once,
+            moved,
+        )
+        return _sum(
+            self._strategy.run(run_on_replica, (shares, moved)), self._strategy
+        )
+
+    def scope_of(self, values):
+        """Make a scope in which what moves on a replica has other values."""
+        if not self.moving:
+            return contextlib.nullcontext()
+        moved = zip(self.moving, values, strict=True)
+        return keras.StatelessScope(
+            [*self._reading, *moved], collect_losses=True
+        )
+
+
+@functools.cache
+def _linger_at_exit():
+    """Have this process wait before it leaves.
+
+    Its last answer to another one may be on its way, and would be lost: the
+    other one, amid what both computed last, would fail with "Socket closed".
+    """
+    atexit.register(time.sleep, LINGER_SECS)
+
+
+def _members(strategy):
+    """List the processes of a strategy, pairs of their job and index."""
+    resolver = strategy and strategy.cluster_resolver
+    cluster = resolver and resolver.cluster_spec()
+    return [
+        (job, index)
+        for job in ("chief", "worker")
+        if cluster and job in cluster.jobs
+        for index in cluster.task_indices(job)
+    ]
+
+
+def _is_in_parts(value):
+    """Whether a variable's value is what its copies make together."""
+    return isinstance(value, tf.distribute.DistributedValues) and (
+        value.synchronization == tf.VariableSynchronization.ON_READ
+    )
+
+
+def _replica_index():
+    context = tf.distribute.get_replica_context()
+    return tf.cast(context.replica_id_in_sync_group, "int32")
+
+
+def _share_of(leaf, replica, count):
+    """Take a replica's rows of `[k, count * m, ...]`."""
+    if leaf is None:
+        return None
+    size = tf.shape(leaf)[1] // count
+    share = leaf[:, replica * size : (replica + 1) * size]
+    known = leaf.shape[1]
+    share.set_shape([leaf.shape[0], known and known // count, *leaf.shape[2:]])
+    return share
+
+
+def _sum(outcome, strategy):
+    """Add up a nest of values of each replica, in one reduction per dtype.
+
+    Args:
+        outcome: nest of tensors of every replica.
+        strategy: `tf.distribute.Strategy`.
+
+    Returns:
+        The nest of sums, tensors of one device.
+    """
+    leaves = tree.flatten(outcome)
+    dtypes = [strategy.experimental_local_results(v)[0].dtype for v in leaves]
+    kinds = [_summed_as(dtype) for dtype in dtypes]
+    leaves = strategy.run(
+        lambda leaves: list(map(tf.cast, leaves, kinds)), (leaves,)
+    )
+    sums = {}
+    for kind in dict.fromkeys(kinds):
+        alike = [i for i, dtype in enumerate(kinds) if dtype == kind]
+        with strategy.scope():
+            reduced = strategy.extended.batch_reduce_to(
+                tf.distribute.ReduceOp.SUM,
+                # Back onto all devices, since only then are they packed.
+                [(leaves[i], leaves[i]) for i in alike],
+            )
+        for position, value in zip(alike, reduced, strict=True):
+            total = strategy.experimental_local_results(value)[0]
+            sums[position] = tf.cast(total, dtypes[position])
+    return tree.pack_sequence_as(outcome, [sums[i] for i in range(len(sums))])
+
+
+def _summed_as(dtype):
+    """Choose a dtype that TensorFlow can add up over devices."""
+    if not dtype.is_bool and not dtype.is_integer:
+        return dtype
+    return tf.int32 if dtype.size < 4 or dtype == tf.int32 else tf.int64

@@ -1,0 +1,317 @@
+"""What a Trainer checks and settles before it exists.
+
+Everything here runs before anything changes: a refused argument leaves the
+model and the optimizer as they were.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from accumtrainer import errors
+from accumtrainer.config import LossScale
+from accumtrainer.keras_api import (
+    check_loss_support,
+    check_replica_support,
+    check_support,
+    compiled_arguments,
+    flatten_layers,
+    is_known_to,
+    keras,
+    losses_of_layers,
+    refuse_other_keras,
+    tree,
+)
+from accumtrainer.window.hooks import overrides_compute_loss
+from accumtrainer.window.loss_scale import computes_in_float16
+from accumtrainer.window.losses import CompiledLoss
+
+
+def check_model(model):
+    """Refuse what cannot be trained as a window.
+
+    Raises:
+        TypeError: not a Keras model.
+        ValueError: it steps by itself, or has nothing to train.
+    """
+    refuse_other_keras("model", model)
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            "model must be a keras.Model. Received: "
+            f"{type(model).__name__}. Wrap your layers in keras.Model or "
+            "keras.Sequential."
+        )
+    for step, remedy in (
+        ("train_step", "Trainer.compute_loss or Trainer.on_apply"),
+        ("test_step", "Trainer.compute_loss (info.training is False)"),
+        ("predict_step", "Trainer.predict_step"),
+    ):
+        if getattr(type(model), step) is not getattr(keras.Model, step):
+            raise ValueError(
+                errors.MODEL_WITH_OWN_STEP.format(
+                    model=type(model).__name__, step=step, remedy=remedy
+                )
+            )
+    if model.built and not model.trainable_variables:
+        raise ValueError(errors.NOTHING_TO_TRAIN.format(model=model.name))
+
+
+def resolve_optimizer(model, optimizer):
+    """Find the optimizer, and the loss scale Keras may have given it.
+
+    Args:
+        model: `keras.Model`.
+        optimizer: what the user gave, or `None` for the compiled one.
+
+    Returns:
+        Pair: the optimizer, bare; and `LossScale`, or `None` where it had no
+        loss scaling around it.
+
+    Raises:
+        ValueError: there is none, or it accumulates or scales by itself, or
+            Keras cannot use it rightly with this model.
+    """
+    refuse_other_keras("optimizer", optimizer)
+    scaling = keras.optimizers.LossScaleOptimizer
+    loss_scale = None
+    if optimizer is None:
+        if not model.compiled or model.optimizer is None:
+            raise ValueError(
+                "optimizer must be given for a model that is not compiled. "
+                "Received: optimizer=None. Give an optimizer, for example "
+                "Trainer(model, optimizer='adam', ...)."
+            )
+        optimizer = model.optimizer
+        if isinstance(optimizer, scaling):
+            loss_scale = _carried_loss_scale(optimizer)
+            optimizer = optimizer.inner_optimizer
+    optimizer = _get(keras.optimizers.get, "optimizer", optimizer, "'adam'")
+    if isinstance(optimizer, scaling):
+        raise ValueError(errors.HAND_MADE_LOSS_SCALE_OPTIMIZER)
+    steps = getattr(optimizer, "gradient_accumulation_steps", None)
+    if steps:
+        raise ValueError(errors.OPTIMIZER_ACCUMULATES.format(steps=steps))
+    if getattr(optimizer, "loss_scale_factor", None) is not None:
+        raise ValueError(
+            "optimizer must not scale the loss itself. Received: "
+            f"loss_scale_factor={optimizer.loss_scale_factor}. Make it "
+            "without, and use Trainer(loss_scale=LossScale(initial=...))."
+        )
+    for variable in model.trainable_variables:
+        if not is_known_to(optimizer, variable):
+            raise ValueError(
+                errors.OPTIMIZER_OF_OTHERS.format(variable=variable.path)
+            )
+    check_support(model, optimizer)
+    return optimizer, loss_scale
+
+
+def _get(get, name, value, example):
+    """Look up what may be given by name, refusing what Keras refuses."""
+    try:
+        return get(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name} must be what keras.{name.rstrip('s')}s.get understands. "
+            f"Received: {name}={value!r}. Write for example "
+            f"{name}={example}."
+        ) from error
+
+
+def _carried_loss_scale(optimizer):
+    initial = float(optimizer.initial_scale)
+    if optimizer.built:
+        initial = float(keras.ops.convert_to_numpy(optimizer.dynamic_scale))
+    bounds = LossScale()
+    return LossScale(
+        initial=initial,
+        growth_interval=optimizer.dynamic_growth_steps,
+        minimum=min(initial, bounds.minimum),
+        maximum=max(initial, bounds.maximum),
+    )
+
+
+def resolve_loss_scale(model, loss_scale, carried):
+    """Settle how the loss is scaled.
+
+    Args:
+        model: `keras.Model`.
+        loss_scale: `"auto"`, `LossScale`, `None` or `False`.
+        carried: `LossScale` of a compiled model's optimizer, or `None`.
+
+    Returns:
+        `LossScale`, or `None` for no scaling.
+    """
+    if loss_scale is None or loss_scale is False:
+        return None
+    if isinstance(loss_scale, LossScale):
+        return loss_scale
+    if loss_scale != "auto":
+        raise TypeError(
+            "loss_scale must be 'auto', a LossScale or None. Received: "
+            f"loss_scale={loss_scale!r}. Use LossScale(initial=...) to choose "
+            "one."
+        )
+    if carried is not None:
+        return replace(carried)
+    return LossScale() if computes_in_float16(model) else None
+
+
+def resolve_compile_arguments(model, given):
+    """Merge the Trainer's arguments over what the model was compiled with.
+
+    Args:
+        model: `keras.Model`.
+        given: dict with `loss`, `loss_weights`, `metrics` and
+            `weighted_metrics`, `None` where not given.
+
+    Returns:
+        Dict of the same keys.
+
+    Raises:
+        TypeError: one of them belongs to the other Keras.
+    """
+    for name, value in given.items():
+        refuse_other_keras(name, *tree.flatten(value))
+    if not model.compiled:
+        return dict(given)
+    compiled = compiled_arguments(model)
+    if given["loss"] is not None:
+        compiled["loss_weights"] = None  # they belonged to the other loss
+    return {
+        name: compiled[name] if value is None else value
+        for name, value in given.items()
+    }
+
+
+def check_loss(hooks, arguments):
+    """Refuse a Trainer that has nothing to minimize."""
+    model = hooks.model
+    has_own = hooks.overrides("compute_loss") or overrides_compute_loss(model)
+    has_added = not model.built or any(losses_of_layers(model))
+    for leaf in tree.flatten(arguments["loss"]):
+        if str(leaf).lower() not in ("crossentropy", "ce"):
+            get = keras.losses.get
+            example = "'sparse_categorical_crossentropy'"
+            check_loss_support(_get(get, "loss", leaf, example))
+    if arguments["loss"] is None and not has_own and not has_added:
+        raise ValueError(
+            "loss must be given. Received: loss=None for a model that was "
+            "compiled without one. Give Trainer(loss=...), or override "
+            "compute_loss."
+        )
+
+
+def make_compiled_loss(model, arguments):
+    """Make the loss of `Model.compile`, if it decides.
+
+    Args:
+        model: `keras.Model`.
+        arguments: dict of arguments of `Model.compile`.
+
+    Returns:
+        `CompiledLoss`; `None` where there is none, or the model computes its
+        loss itself.
+    """
+    if arguments["loss"] is None or overrides_compute_loss(model):
+        return None
+    return CompiledLoss(
+        arguments["loss"],
+        arguments["loss_weights"],
+        getattr(model, "output_names", None),
+    )
+
+
+def draw_seed(backend):
+    """Draw a seed, the same in all processes."""
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    if backend.processes == 1:
+        return seed
+    # In two parts, which float32 holds exactly.
+    high, low = backend.gather([seed >> 16, seed & 0xFFFF])[0]
+    return int(high) << 16 | int(low)
+
+
+def check_options(
+    *, denominator, max_consecutive_skips, jit_compile, run_eagerly, seed
+):
+    """Refuse options of the wrong kind."""
+    if not (
+        denominator is None or denominator == "samples" or callable(denominator)
+    ):
+        raise TypeError(
+            "denominator must be None, 'samples' or a function of a batch. "
+            f"Received: denominator={denominator!r}. Use 'samples' for a loss "
+            "that averages over the batch."
+        )
+    if max_consecutive_skips is not None:
+        _check_whole(
+            "max_consecutive_skips",
+            max_consecutive_skips,
+            "Use None to allow any number of them.",
+            minimum=1,
+        )
+    if jit_compile != "auto" and not isinstance(jit_compile, bool):
+        raise TypeError(
+            "jit_compile must be 'auto', True or False. Received: "
+            f"jit_compile={jit_compile!r}. Use 'auto' to have it chosen."
+        )
+    if not isinstance(run_eagerly, bool):
+        raise TypeError(
+            "run_eagerly must be True or False. Received: "
+            f"run_eagerly={run_eagerly!r}. Use True to run without compiling, "
+            "for debugging."
+        )
+    if seed is not None:
+        _check_whole("seed", seed, "Use None to draw one.", minimum=0)
+
+
+def _check_whole(name, value, remedy, *, minimum):
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or value < minimum:
+        raise ValueError(
+            f"{name} must be a whole number of at least {minimum}, or None. "
+            f"Received: {name}={value!r}. {remedy}"
+        )
+
+
+def check_replicas(hooks, model, replicas, run_eagerly):
+    """Refuse several devices where they would not make one update.
+
+    Raises:
+        ValueError: something needs a single device.
+    """
+    if replicas == 1:
+        return
+    check_replica_support(replicas)
+    synchronized = [
+        layer.name
+        for layer in flatten_layers(model)
+        if getattr(layer, "synchronized", False)
+    ]
+    for is_refused, received in (
+        (run_eagerly, "run_eagerly=True"),
+        (hooks.has_window_loss, "a loss over the whole window"),
+        (synchronized, f"synchronized=True in {', '.join(synchronized)}"),
+    ):
+        if is_refused:
+            raise ValueError(
+                errors.NOT_WITH_REPLICAS.format(
+                    replicas=replicas, received=received
+                )
+            )
+
+
+def check_memory(accumulation, backend, run_eagerly):
+    """Refuse to look for what fits where nobody knows what there is.
+
+    Raises:
+        ValueError: there is no limit, or no prediction.
+    """
+    if accumulation.micro_batch_size != "auto":
+        return
+    if run_eagerly:
+        raise ValueError(errors.EAGER_MEMORY)
+    limit = accumulation.memory_limit_bytes
+    if limit is None and backend.memory_limit_bytes() is None:
+        raise ValueError(errors.NO_MEMORY_LIMIT)

@@ -1,0 +1,561 @@
+"""Runs windows and evaluations for a Trainer, and counts what has run."""
+
+import contextlib
+import time
+
+from accumtrainer import errors
+from accumtrainer.data.batches import Batch, map_leaves
+from accumtrainer.diagnosis.equivalence import EquivalenceCheck
+from accumtrainer.diagnosis.inspection import Replay
+from accumtrainer.keras_api import BACKEND, keras
+from accumtrainer.observers.logs import Logs
+from accumtrainer.progress import Progress
+from accumtrainer.saving.snapshot import (
+    check_fits,
+    copy_to_host,
+    find_difference,
+    put_back,
+)
+from accumtrainer.steps import Plan, Step, choose_plan, make_backend
+from accumtrainer.steps.memory import make_memory_plan
+from accumtrainer.training.evaluator import Evaluator
+from accumtrainer.training.in_flight import InFlight
+from accumtrainer.training.sizing import make_sizing
+from accumtrainer.window.objective import metric_variables
+from accumtrainer.window.program import WindowProgram
+
+PARTS_OF_EPOCH = ("metrics", "means")
+"""What an epoch begins anew, of the parts of a snapshot."""
+
+
+class Engine:
+    """The compiled side of a Trainer: what the loop drives.
+
+    Args:
+        hooks: `Hooks`, the Trainer.
+        state: `TrainingState`.
+        tracked: list of variables, filled until training begins.
+        jit_compile: `"auto"`, `True` or `False`.
+        run_eagerly: bool.
+        max_consecutive_skips: int, or `None` for any number.
+
+    Attributes:
+        last_window: `Window` that was run last, `None` before the first.
+        data_seconds: seconds spent so far on waiting for windows.
+    """
+
+    def __init__(
+        self,
+        hooks,
+        state,
+        *,
+        tracked,
+        jit_compile,
+        run_eagerly,
+        max_consecutive_skips,
+    ):
+        self._hooks = hooks
+        self._model = hooks.model
+        self._state = state
+        self._tracked = tracked
+        self._jit_compile = jit_compile
+        self._run_eagerly = run_eagerly
+        self._max_consecutive_skips = max_consecutive_skips
+        self._backend = make_backend(run_eagerly=run_eagerly, model=self._model)
+        self._evaluator = Evaluator(
+            hooks,
+            state,
+            self._backend,
+            tracked=tracked,
+            jit_compile=jit_compile,
+        )
+        self._sizing = make_sizing(hooks.accumulation, self._backend)
+        self._program = self._step = self._plan = None
+        self._progress = Progress()
+        self._shown = None
+        self._last_report = None
+        self._in_flight = InFlight()
+        self.last_window = None
+        self.data_seconds = 0.0
+        self._unread_windows = 0
+        self._known_skips = 0
+        is_built = self._model.built
+        self._trained_ids = _variable_ids(self._model) if is_built else None
+        self._compiled = list(self._model.metrics)
+
+    @property
+    def replicas(self):
+        """How many replicas share a window out."""
+        return self._backend.replicas
+
+    @property
+    def processes(self):
+        """How many processes the replicas are in."""
+        return self._backend.processes
+
+    @property
+    def is_chief(self):
+        """Whether this is the process that writes."""
+        return self._backend.is_chief
+
+    def gather(self, numbers):
+        """Let every process know some numbers of all.
+
+        Args:
+            numbers: list of n numbers.
+
+        Returns:
+            Array `[processes, n]`, float32, the chief's first.
+        """
+        return self._backend.gather(numbers)
+
+    @property
+    def rows_per_pass(self):
+        """Samples that all replicas together run at a time, or `None`.
+
+        Loader batches are micro-batches then, whatever their size.
+        """
+        return self._sizing.rows_per_pass
+
+    @property
+    def plan(self):
+        """`Plan` of the windows, `None` before the first."""
+        return None if self._plan is None else self._sizing.complete(self._plan)
+
+    @property
+    def has_begun(self):
+        """Whether a window has been prepared for."""
+        return self._program is not None
+
+    @property
+    def progress(self):
+        """A copy of the counters; reading it waits for the device."""
+        if self._shown is not None:
+            return self._shown.copy()
+        self._read_counters()
+        return self._progress.copy()
+
+    @property
+    def samples_seen(self):
+        """Samples consumed so far, an int the host knows without waiting."""
+        return self._progress.samples
+
+    @property
+    def epochs_finished(self):
+        """Epochs run so far, an int the host knows without waiting."""
+        return self._progress.epochs
+
+    def check_compiled(self):
+        """Refuse a model that has been compiled anew, with new metrics."""
+        now = self._model.metrics
+        if any(all(old is not new for new in now) for old in self._compiled):
+            raise ValueError(
+                errors.COMPILED_ANEW.format(model=self._model.name)
+            )
+
+    def check_model(self):
+        """Refuse a model that is not trained as it was made for now."""
+        self.check_compiled()
+        if self._trained_ids is None:
+            return
+        now = _variable_ids(self._model)
+        if now != self._trained_ids:
+            raise ValueError(
+                errors.TRAINABLE_CHANGED.format(
+                    now=len(now), before=len(self._trained_ids)
+                )
+            )
+
+    def prepare(self, window, like=None, *, measures_gradients=False):
+        """Build what is missing before the first window runs.
+
+        Args:
+            window: `Window` like those to come.
+            like: `Snapshot` of a run whose plan is kept, or `None`.
+            measures_gradients: whether somebody wants to know the norms of
+                the micro-batches' gradients.
+        """
+        if self._program is None:
+            with self._backend.scope():
+                self._build(window, like)
+        with self._backend.scope():
+            self._program.learn_losses(window.split()[0])
+        self._program.measures_gradients = measures_gradients
+        if self._sizing.is_undecided:
+            self._sizing.choose(window, self._step)
+
+    def _build(self, window, like):
+        self._hooks._must_weigh &= self._accumulates(window)
+        first = window.split()[0]
+        self._evaluator.build_model(Batch(first.x))
+        if not self._model.trainable_variables:
+            raise ValueError(
+                errors.NOTHING_TO_TRAIN.format(model=self._model.name)
+            )
+        if self._sizing.is_undecided:
+            # One sample tells as much as many do.
+            first = map_leaves(lambda leaf: leaf[:1], first)
+        program = self._make_program(first, self._backend)
+        self._plan = self._plan_of(like) or choose_plan(
+            self._model,
+            program.operations,
+            self._backend,
+            jit_compile=self._jit_compile,
+            run_eagerly=self._run_eagerly,
+        )
+        self._program = program
+        self._step = Step(program, self._backend, self._plan)
+        self._trained_ids = _variable_ids(self._model)
+
+    def cut(self, window):
+        """Cut a window as it will run, once that is known.
+
+        Args:
+            window: `Window`.
+
+        Returns:
+            `Window`.
+        """
+        if self._sizing.is_undecided:
+            self.prepare(window)
+        return self._sizing.cut(window)
+
+    def memory_plan(self, window, sizes=None):
+        """Predict what micro-batches of several sizes take.
+
+        Args:
+            window: `Window`.
+            sizes: list of int, `None` for those that are tried.
+
+        Returns:
+            `MemoryPlan`.
+        """
+        return make_memory_plan(
+            window,
+            sizes,
+            replicas=self.replicas,
+            predict=self._step.peak_bytes,
+        )
+
+    def _make_program(self, micro_batch, backend, **options):
+        """Make a program and build it; `options` replace those of training."""
+        program = WindowProgram(
+            self._hooks,
+            self._state,
+            backend,
+            **{
+                "combine": self._hooks.accumulation.combine,
+                "loss_scale": self._hooks.loss_scale,
+                "tracked": self._tracked,
+                **options,
+            },
+        )
+        program.build(micro_batch)
+        return program
+
+    def check_equivalence(self, window, whole, tolerance):
+        """Compare a window with the big batch; see the Trainer's method."""
+        self.prepare(window)
+        self.publish()
+        first = window.split()[0]
+        # One of its own, since the shapes of a check say nothing of training.
+        backend = make_backend(run_eagerly=self._run_eagerly)
+        check = EquivalenceCheck(
+            self._hooks,
+            lambda **options: self._make_program(first, backend, **options),
+            backend,
+            jit_compile=self.plan.jit_compile,
+            tolerance=tolerance,
+        )
+        return check.run(window, whole)
+
+    def _plan_of(self, snapshot):
+        """Return the plan of a saved run, unless another was asked for."""
+        if snapshot is None or snapshot.about["backend"] != BACKEND:
+            return None
+        if self._jit_compile != "auto" or self._run_eagerly:
+            return None
+        plan = snapshot.about["plan"]
+        if plan is None or plan["run_eagerly"]:
+            return None
+        # What fits is found out anew: this may be another device.
+        return Plan(name=plan["name"], jit_compile=plan["jit_compile"])
+
+    # Saving and restoring.
+
+    def capture(self):
+        """Copy what lasts from one window to the next to the host.
+
+        Returns:
+            Dict from part to `{path: array}`, and a dict of the counters.
+        """
+        self.publish()
+        values = {k: copy_to_host(v) for k, v in self._parts().items()}
+        return values, self.progress.as_dict()
+
+    def check_fits(self, values, *, is_amid_epoch, parts=None):
+        """Refuse saved values that are not this training's.
+
+        Args:
+            values: dict from part to `{path: array}`, from `capture`.
+            is_amid_epoch: whether the running means of the epoch matter.
+            parts: those that matter, or `None` for all.
+
+        Raises:
+            CheckpointError: a part differs; the difference is named.
+        """
+        for part, variables in self._parts().items():
+            if parts is not None and part not in parts:
+                continue
+            if is_amid_epoch or part not in PARTS_OF_EPOCH:
+                check_fits(part, variables, values[part])
+
+    def restore(
+        self, values, progress, *, is_amid_epoch, was_scaled, parts=None
+    ):
+        """Put captured values back; check first that they fit.
+
+        Args:
+            values: dict from part to `{path: array}`, from `capture`.
+            progress: dict of counters, from `capture`.
+            is_amid_epoch: whether the running means of the epoch matter. If
+                not, they are put back only where they fit: metrics may be
+                others now.
+            was_scaled: whether the loss was scaled where they are from.
+            parts: those to restore, or `None` for all.
+        """
+        self.publish()
+        for part, variables in self._parts().items():
+            if parts is not None and part not in parts:
+                continue
+            is_needed = is_amid_epoch or part not in PARTS_OF_EPOCH
+            saved = values[part] if is_needed else values.get(part, {})
+            if is_needed or find_difference(variables, saved) is None:
+                put_back(variables, saved)
+        if parts is None or "state" in parts:
+            self._state.settle_loss_scale(
+                self._hooks.loss_scale, was_scaled=was_scaled
+            )
+        if progress is not None:
+            self._progress = Progress.from_dict(progress)
+            skips = keras.ops.convert_to_numpy(self._state.consecutive_skips)
+            self._known_skips = int(skips)
+            self._unread_windows = 0
+            self._last_report = None
+
+    def _parts(self):
+        if self._program is not None:
+            return self._program.parts
+        model, optimizer = self._model, self._hooks.optimizer
+        if not model.built:
+            raise ValueError(errors.NOT_BUILT.format(model=model.name))
+        if not optimizer.built:
+            with self._backend.scope():
+                optimizer.build(model.trainable_variables)
+        return {
+            "model": [
+                *model.trainable_variables,
+                *model.non_trainable_variables,
+            ],
+            "optimizer": list(optimizer.variables),
+            "state": self._state.variables,
+            "tracked": self._tracked,
+        }
+
+    def start_epoch(self, epoch):
+        """Begin an epoch's running means."""
+        self.publish()
+        self._in_flight.clear()
+        self._program.start_epoch(epoch)
+
+    def run_window(self, window):
+        """Make one update.
+
+        Args:
+            window: `Window`.
+
+        Returns:
+            `Report`.
+        """
+        is_one = window.micro_batches == self.replicas == 1
+        if not is_one and self._hooks._guessed_denominator:
+            raise ValueError(errors.BARE_LOSS.format(owner="Trainer"))
+        self._last_report, window = self._sizing.run(
+            window, self._step, self._program
+        )
+        self.last_window = window
+        if self._backend.runs_ahead:
+            self._in_flight.add(self._last_report, window.size_bytes)
+        self._unread_windows += 1
+        if self._max_consecutive_skips is not None:
+            most_skips = self._known_skips + self._unread_windows
+            if most_skips > self._max_consecutive_skips:
+                self.check_skips()
+        return self._last_report
+
+    def publish(self):
+        """Make the model's variables current, for code that can look."""
+        self._backend.publish()
+
+    @contextlib.contextmanager
+    def showing(self, progress):
+        """Show other counters as `progress`, to tell of a window's middle."""
+        self._shown = progress
+        try:
+            yield
+        finally:
+            self._shown = None
+
+    def waiting_for(self, windows):
+        """Yield windows, noting for how long each is waited for.
+
+        Args:
+            windows: iterable of `Window`s.
+        """
+        windows = iter(windows)
+        while True:
+            begun = time.monotonic()
+            window = next(windows, None)
+            self.data_seconds += time.monotonic() - begun
+            if window is None:
+                return
+            yield window
+
+    def count_window(self, window):
+        """Count a window that has run."""
+        self._progress.micro_batches += window.micro_batches
+        self._progress.samples += window.samples
+
+    def count_seconds(self, seconds):
+        """Note for how long training has gone on, over all calls."""
+        self._progress.seconds = seconds
+
+    def finish_epoch(self):
+        """Count an epoch that has run."""
+        self._progress.epochs += 1
+        self.check_skips()
+
+    @property
+    def updates_at_most(self):
+        """Updates made if no window since the last look was skipped."""
+        return self._progress.updates + self._unread_windows
+
+    @property
+    def progress_at_most(self):
+        """A copy of the counters if no window since then was skipped."""
+        at_most = self._progress.copy()
+        at_most.updates = self.updates_at_most
+        return at_most
+
+    def is_due(self, every, since):
+        """Say whether an occasion has come since some earlier progress.
+
+        Counting the updates waits for the device. That is done only where
+        enough windows have run that the occasion could be there.
+
+        Args:
+            every: `Every`.
+            since: `Progress` at an earlier moment.
+
+        Returns:
+            bool.
+        """
+        return every.is_due(since, self.progress_at_most) and every.is_due(
+            since, self.progress
+        )
+
+    @property
+    def has_report(self):
+        """Whether a window has run since training began or was restored."""
+        return self._last_report is not None
+
+    @property
+    def window_logs(self):
+        """`Logs` of the last window alone, fetched when somebody looks."""
+        return Logs(self._last_report.window_logs)
+
+    @property
+    def micro_batch_logs(self):
+        """`Logs` of the last window's micro-batches, arrays `[k]`."""
+        return Logs(self._last_report.micro_batches)
+
+    def inspect(self, window):
+        """Run a window again without effect; see `Trainer.inspect`."""
+        if self.processes > 1:
+            raise RuntimeError(
+                errors.INSPECTION_OF_PROCESSES.format(processes=self.processes)
+            )
+        self.publish()
+        loss_scale = 1.0
+        before = int(keras.ops.convert_to_numpy(self._state.micro_batches))
+        if window is self.last_window:
+            loss_scale = self.window_logs["loss_scale"]
+            before -= window.micro_batches
+        replay = Replay(self._hooks, self._state, tracked=self._tracked)
+        return replay.inspect(
+            window, loss_scale=loss_scale, micro_batches_before=before
+        )
+
+    def epoch_logs(self):
+        """Read the epoch so far, without its skipped windows, dict."""
+        return self._last_report.epoch_logs()
+
+    def evaluate(self, source, dispatcher, rest=None):
+        """Evaluate a `Source`, dict of numbers; see `Evaluator`."""
+        return self._evaluator.evaluate(
+            source, dispatcher, rows_per_pass=self.rows_per_pass, rest=rest
+        )
+
+    def predict(self, source, dispatcher, rest=None):
+        """Predict for a `Source`, nest of NumPy arrays; see `Evaluator`."""
+        return self._evaluator.predict(
+            source, dispatcher, rows_per_pass=self.rows_per_pass, rest=rest
+        )
+
+    @contextlib.contextmanager
+    def metrics_kept(self):
+        """Put the model's metrics back after a validation amid an epoch."""
+        self.publish()
+        variables = metric_variables(self._model)
+        values = [keras.ops.convert_to_numpy(v) for v in variables]
+        yield
+        self.publish()
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+
+    def _accumulates(self, window):
+        """Whether windows of more than one micro-batch are to be expected."""
+        steps = self._hooks.accumulation.steps
+        # Whatever fits now may have to be cut later.
+        if self.replicas > 1 or self._sizing.may_cut:
+            return True
+        return window.micro_batches > 1 if steps is None else steps != 1
+
+    def _read_counters(self):
+        """Learn from the device how many windows were applied."""
+        if self._unread_windows:
+            counters = self._last_report.section("counters")
+            self._progress.updates = counters["updates"]
+            self._progress.skipped_updates = counters["skipped_updates"]
+            self._known_skips = counters["consecutive_skips"]
+            self._unread_windows = 0
+
+    def check_skips(self):
+        """Stop where too many windows in a row were not finite."""
+        limit = self._max_consecutive_skips
+        if self._last_report is None:
+            return
+        self._read_counters()
+        counters = self._last_report.section("counters")
+        if limit is not None and counters["consecutive_skips"] > limit:
+            raise errors.NonFiniteError(
+                errors.NON_FINITE.format(
+                    count=counters["consecutive_skips"],
+                    update=counters["updates"],
+                    limit=limit,
+                )
+            )
+
+
+def _variable_ids(model):
+    return [id(variable) for variable in model.trainable_variables]

@@ -1,0 +1,114 @@
+"""Evaluates and predicts over whole sources, and tells callbacks of it."""
+
+import contextlib
+
+import numpy as np
+
+from accumtrainer.data.batches import Batch
+from accumtrainer.data.processes import items_of_all
+from accumtrainer.keras_api import tree
+from accumtrainer.observers.logs import Logs
+from accumtrainer.steps import EvaluationStep, should_compile_evaluation
+from accumtrainer.window.evaluation import EvaluationProgram
+
+
+class Evaluator:
+    """Runs evaluations and predictions.
+
+    Args:
+        hooks: `Hooks`, the Trainer.
+        state: `TrainingState`.
+        backend: the backend's functions.
+        tracked: list of variables that hooks may read.
+        jit_compile: `"auto"`, `True` or `False`.
+    """
+
+    def __init__(self, hooks, state, backend, *, tracked, jit_compile):
+        self._has_window_loss = hooks.has_window_loss
+        self._backend = backend
+        self._program = EvaluationProgram(
+            hooks, state, backend, tracked=tracked
+        )
+        self._step = EvaluationStep(
+            self._program,
+            backend,
+            jit_compile=should_compile_evaluation(backend, jit_compile),
+        )
+
+    def build_model(self, batch):
+        """Create the variables of a model that has none yet."""
+        self._program.build_model(batch)
+
+    def evaluate(self, source, dispatcher, *, rows_per_pass, rest=None):
+        """Evaluate one source.
+
+        Args:
+            source: `Source`.
+            dispatcher: `Dispatcher` to tell about it.
+            rows_per_pass: int, samples to run at a time; `None` for any
+                number.
+            rest: function to be called after every loader batch, or `None`.
+
+        Returns:
+            Dict of numbers.
+        """
+        is_first = True
+        items = items_of_all(source, self._backend)
+        with dispatcher.testing(), self._published_at_the_end():
+            for index, item in enumerate(items):
+                dispatcher.call("on_test_batch_begin", index, {})
+                window = self._slice(source, item, rows_per_pass)
+                for batch in window.split():
+                    self._step.run(batch, window.samples, is_first=is_first)
+                    is_first = False
+                logs = Logs(self._step.results)
+                dispatcher.call("on_test_batch_end", index, logs)
+                if rest is not None:
+                    rest()
+            dispatcher.last_logs = logs = self._step.results()
+        return logs
+
+    def predict(self, source, dispatcher, *, rows_per_pass, rest=None):
+        """Predict for one source.
+
+        Args:
+            source: `Source`.
+            dispatcher: `Dispatcher` to tell about it.
+            rows_per_pass: int, samples to run at a time; `None` for any
+                number.
+            rest: function to be called after every loader batch, or `None`.
+
+        Returns:
+            Nest of NumPy arrays, one row per sample.
+        """
+        outputs = []
+        items = items_of_all(source, self._backend)
+        with dispatcher.predicting(), self._published_at_the_end():
+            for index, item in enumerate(items):
+                dispatcher.call("on_predict_batch_begin", index, {})
+                window = self._slice(source, item, rows_per_pass)
+                for batch in window.split():
+                    predicted = self._step.predict(Batch(batch.x))
+                    outputs.append(tree.map_structure(np.asarray, predicted))
+                dispatcher.call("on_predict_batch_end", index, {})
+                if rest is not None:
+                    rest()
+        return tree.map_structure(
+            lambda *parts: np.concatenate(parts), *outputs
+        )
+
+    @contextlib.contextmanager
+    def _published_at_the_end(self):
+        """Leave the model current, however a pass over the data ends."""
+        try:
+            yield
+        finally:
+            self._backend.publish()
+
+    def _slice(self, source, item, rows_per_pass):
+        """Cut a loader batch into what fits.
+
+        A loss that compares examples must see those of a batch together.
+        """
+        size = None if self._has_window_loss else rows_per_pass
+        return source.window([item], size)

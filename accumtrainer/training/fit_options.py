@@ -1,0 +1,144 @@
+"""How long `fit` trains and how it is validated, checked before it starts."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from accumtrainer.config import (
+    Every,
+    require_count,
+    require_number,
+)
+
+
+def check_steps(name, value):
+    """Refuse a number of loader batches that is no number.
+
+    Raises:
+        TypeError: it is no whole number.
+        ValueError: it is smaller than 1.
+    """
+    if value is not None:
+        require_count(name, value, "Leave it out to use all of the data.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitOptions:
+    """The arguments of `fit` that say how long and how validated.
+
+    Args:
+        epochs: passes over the data, from the start; `None` for one, or for
+            as many as `max_updates` or `max_seconds` allow.
+        initial_epoch: index of the first epoch.
+        max_updates: updates after which to stop, counted from this call.
+        max_seconds: seconds after which to stop, counted from this call.
+        validation_every: `Every`, or `None` for the ends of epochs.
+        validation_freq: int, or the 1-based epochs to validate after.
+        fast_dev_run: `True` or a number of updates: a trial of everything.
+        overfit_batches: int, train again and again on the first few batches.
+        fast_forward: whether to run through past data on going on from a
+            checkpoint, where there is no better way.
+        check_inputs: whether to look at every number before it is used.
+
+    Example:
+        >>> FitOptions(max_updates=10).last_epoch
+        inf
+        >>> FitOptions().last_epoch
+        1
+    """
+
+    epochs: int | None = None
+    initial_epoch: int = 0
+    max_updates: int | None = None
+    max_seconds: float | None = None
+    validation_every: Every | None = None
+    validation_freq: Any = 1
+    fast_dev_run: bool | int = False
+    overfit_batches: int | None = None
+    fast_forward: bool = False
+    check_inputs: bool = False
+
+    def __post_init__(self):
+        for name in ("epochs", "max_updates", "overfit_batches"):
+            value = getattr(self, name)
+            if value is not None:
+                require_count(name, value, "Leave it out for the default.")
+        require_count(
+            "initial_epoch", self.initial_epoch, "Use 0 to begin.", minimum=0
+        )
+        if self.max_seconds is not None:
+            require_number(
+                "max_seconds",
+                self.max_seconds,
+                "a number above 0",
+                "Leave it out for no limit.",
+                lambda value: value > 0,
+            )
+        if not isinstance(self.fast_dev_run, bool):
+            require_count(
+                "fast_dev_run", self.fast_dev_run, "Use True for one update."
+            )
+        if not isinstance(self.validation_every, Every | None):
+            raise TypeError(
+                "validation_every must be an Every. Received: "
+                f"validation_every={self.validation_every!r}. Use for example "
+                "Every(100, 'updates')."
+            )
+        if not isinstance(self.fast_forward, bool):
+            raise TypeError(
+                "fast_forward must be True or False. Received: "
+                f"fast_forward={self.fast_forward!r}. Use True to run through "
+                "past data when a run goes on."
+            )
+        if not isinstance(self.check_inputs, bool):
+            raise TypeError(
+                "check_inputs must be True or False. Received: "
+                f"check_inputs={self.check_inputs!r}. Use True to look for "
+                "NaN and for labels of no class."
+            )
+        self._check_validation_freq()
+
+    def _check_validation_freq(self):
+        freq = self.validation_freq
+        if isinstance(freq, Sequence) and not isinstance(freq, str):
+            for epoch in freq:
+                require_count("validation_freq", epoch, "Count from 1.")
+        else:
+            require_count("validation_freq", freq, "Use 1 for every epoch.")
+
+    @property
+    def last_epoch(self):
+        """Where the epochs end: one past the last index, or infinity."""
+        if self.epochs is not None:
+            return self.epochs
+        is_limited = self.max_updates is not None or (
+            self.max_seconds is not None
+        )
+        return math.inf if is_limited else self.initial_epoch + 1
+
+    @property
+    def is_bounded(self):
+        """Whether the number of epochs is known."""
+        return not math.isinf(self.last_epoch)
+
+    @property
+    def may_end_amid_epoch(self):
+        """Whether something else than the data ends an epoch."""
+        return self.max_seconds is not None or not math.isinf(self.update_limit)
+
+    @property
+    def update_limit(self):
+        """Updates after which to stop, or infinity."""
+        limit = math.inf if self.max_updates is None else self.max_updates
+        if self.fast_dev_run:
+            limit = min(limit, int(self.fast_dev_run))
+        return limit
+
+    def validates_after(self, epoch):
+        """Whether the end of an epoch is a time to validate."""
+        if self.validation_every is not None:
+            return False
+        if isinstance(self.validation_freq, Sequence):
+            return epoch + 1 in self.validation_freq
+        return (epoch + 1) % self.validation_freq == 0

@@ -1,0 +1,323 @@
+"""Checks windows on the host, before they change anything."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from accumtrainer import errors
+from accumtrainer.data.batches import Batch, name_of, named_arrays
+from accumtrainer.keras_api import keras
+from accumtrainer.window.losses import find_loss
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LabelRule:
+    """Which class numbers an output's labels may be.
+
+    Args:
+        classes: number of classes, `None` where nobody knows.
+        ignored: the label that means none, or `None`.
+
+    Example:
+        >>> rule = LabelRule(classes=3, ignored=-1)
+        >>> rule.breaches(np.array([0, 3, -1, -2])).tolist()
+        [False, True, False, True]
+    """
+
+    classes: int | None = None
+    ignored: int | None = None
+
+    def breaches(self, labels):
+        """Tell which labels break the rule.
+
+        Args:
+            labels: array of numbers; fractions are cut off, as Keras does.
+
+        Returns:
+            Array of bool in the same shape.
+        """
+        labels = labels.astype("int64")
+        breaches = labels < 0
+        if self.classes is not None:
+            breaches |= labels >= self.classes
+        if self.ignored is not None:
+            breaches &= labels != self.ignored
+        return breaches
+
+    def __str__(self):
+        if self.classes is None:
+            return "at least 0"
+        return f"from 0 to {self.classes - 1}, as the model's output has it"
+
+
+def label_rules(model, loss, y):
+    """Find the targets that are class numbers, and what they may be.
+
+    Args:
+        model: built `keras.Model`.
+        loss: what `Model.compile` takes as `loss`.
+        y: targets of a micro-batch, array or nest of arrays.
+
+    Returns:
+        Dict from the path in y to `LabelRule`.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(5)])
+        >>> loss = keras.losses.SparseCategoricalCrossentropy()
+        >>> label_rules(model, loss, np.array([0, 4]))
+        {(): LabelRule(classes=5, ignored=None)}
+    """
+    outputs, names = _outputs(model)
+    rules = {}
+    for path, labels in named_arrays(y):
+        output = _paired(path, outputs, names)
+        identifier = _loss_of(path, loss, outputs, names)
+        rule = identifier and _label_rule(identifier, labels, output)
+        if rule:
+            rules[path] = rule
+    return rules
+
+
+def _outputs(model):
+    outputs = getattr(model, "outputs", None) or []
+    return outputs, getattr(model, "output_names", None) or []
+
+
+def _paired(path, tensors, names):
+    """Return the input or output that a path belongs to, or `None`."""
+    if not path and len(tensors) == 1:
+        return tensors[0]
+    if len(path) != 1:
+        return None
+    (key,) = path
+    if isinstance(key, int):
+        return tensors[key] if key < len(tensors) else None
+    return dict(zip(names, tensors, strict=False)).get(key)
+
+
+def _loss_of(path, loss, outputs, names):
+    """Return the loss of one output, or `None`."""
+    if isinstance(loss, (list, tuple)):
+        by_place = dict(enumerate(loss))
+        by_name = dict(zip(names, loss, strict=False))
+    elif isinstance(loss, dict):
+        by_name = loss
+        by_place = {i: loss.get(name) for i, name in enumerate(names)}
+    else:
+        return loss
+    if path:
+        return by_place.get(path[0], by_name.get(path[0]))
+    return by_place.get(0) if len(outputs) == 1 else None
+
+
+def _label_rule(identifier, labels, output):
+    """Return the rule for labels, `None` where they are no class numbers."""
+    shape = None if output is None else tuple(output.shape)
+    if str(identifier).lower() in ("crossentropy", "ce") and output is None:
+        return None
+    loss = find_loss(identifier, labels, output)
+    is_class = isinstance(loss, keras.losses.SparseCategoricalCrossentropy)
+    if (
+        not is_class
+        and loss is not keras.losses.sparse_categorical_crossentropy
+    ):
+        return None
+    known = shape is not None and _has_classes_last(labels.shape, shape)
+    return LabelRule(
+        classes=shape[-1] if known else None,
+        ignored=getattr(loss, "ignore_class", None),
+    )
+
+
+def _has_classes_last(labels, output):
+    """Whether an output has one class more per label on its last axis."""
+    if len(labels) == len(output) and labels[-1] == 1:
+        labels = labels[:-1]
+    pairs = zip(labels[1:], output[1:-1], strict=False)
+    return len(labels) == len(output) - 1 and all(
+        size in (None, one) for one, size in pairs
+    )
+
+
+def fixed_sizes(model, batch):
+    """Find the axes that must stay as long as they are.
+
+    These are the axes of inputs, and of targets shaped like an output, whose
+    size the model knows.
+
+    Args:
+        model: built `keras.Model`.
+        batch: `Batch`, the first micro-batch.
+
+    Returns:
+        Dict from `(field, path)` to a dict from axis to size.
+
+    Example:
+        >>> inputs = keras.Input([None, 3])
+        >>> model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+        >>> fixed_sizes(model, Batch(np.zeros([4, 7, 3])))
+        {('x', ()): {2: 3}}
+    """
+    inputs = getattr(model, "inputs", None) or []
+    known = {
+        "x": (inputs, [tensor.name for tensor in inputs]),
+        "y": _outputs(model),
+    }
+    fixed = {}
+    for field, (tensors, names) in known.items():
+        for path, array in named_arrays(getattr(batch, field)):
+            tensor = _paired(path, tensors, names)
+            if tensor is None or len(tensor.shape) != array.ndim:
+                continue
+            fixed[field, path] = {
+                axis: size
+                for axis, size in enumerate(tensor.shape)
+                if axis and size == array.shape[axis]
+            }
+    return fixed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputChecks:
+    """What is checked of every window before it runs.
+
+    Args:
+        sizes: dict, from `fixed_sizes`.
+        labels: dict, from `label_rules`; with `numbers` only.
+        numbers: whether every number is looked at.
+
+    Example:
+        >>> from accumtrainer.data.batches import window_of_batches
+        >>> window = window_of_batches([Batch(np.ones([4, 2]))], None)
+        >>> InputChecks(sizes={}, numbers=True).check(window, epoch=0, index=7)
+    """
+
+    sizes: Any
+    labels: Any = None
+    numbers: bool = False
+
+    @classmethod
+    def of(cls, trainer, batch, *, numbers):
+        """Make the checks for a Trainer, from the first micro-batch.
+
+        What the Trainer's own hooks may change is left to them: sizes with
+        an `on_micro_batch`, targets with a `compute_loss`.
+        """
+        model = trainer.model
+        has_own_loss = trainer.overrides("compute_loss")
+        sizes = fixed_sizes(model, batch)
+        if trainer.overrides("on_micro_batch"):
+            sizes = {}
+        if has_own_loss:
+            sizes = {key: size for key, size in sizes.items() if key[0] == "x"}
+        rules = {}
+        if numbers and not has_own_loss:
+            rules = label_rules(model, model.loss, batch.y)
+        return cls(sizes=sizes, labels=rules, numbers=numbers)
+
+    def check(self, window, *, epoch, index):
+        """Refuse a window that cannot be right.
+
+        Args:
+            window: `Window`.
+            epoch: index of the epoch, for the message.
+            index: index of the window in the epoch, for the message.
+
+        Raises:
+            DataError: another size than before; or, with `numbers`, a number
+                that is not finite, or a label of no class.
+        """
+        batches = [window.stacked] if window.is_even else window.parts
+        for position, batch in enumerate(batches):
+            axis = 1 if window.is_even else 0
+            place = Place(position, index, epoch)
+            check_sizes(batch, self.sizes, place, axis)
+        if not self.numbers:
+            return
+        for position, batch in enumerate(window.split()):
+            place = Place(position, index, epoch)
+            check_numbers(batch, self.labels or {}, place)
+
+
+class Place(NamedTuple):
+    """Where a batch is, each counted from 0; spelled out only in an error."""
+
+    micro_batch: int
+    window: int
+    epoch: int
+
+    def __str__(self):
+        return (
+            f"micro-batch {self.micro_batch}, window {self.window} of epoch "
+            f"{self.epoch}"
+        )
+
+
+def check_sizes(batch, sizes, place, samples_axis=0):
+    """Refuse arrays whose fixed axes have another size than before.
+
+    Args:
+        batch: `Batch`.
+        sizes: dict, from `fixed_sizes`.
+        place: `Place` of the batch, for the message.
+        samples_axis: int, which axis counts the samples.
+
+    Raises:
+        DataError: an axis has another size.
+    """
+    for (field, path), axes in sizes.items():
+        shape = dict(named_arrays(getattr(batch, field)))[path].shape
+        shape = shape[samples_axis:]
+        for axis, size in axes.items():
+            if shape[axis] != size:
+                raise errors.DataError(
+                    errors.OTHER_SIZE.format(
+                        name=name_of(field, path),
+                        axis=axis,
+                        before=size,
+                        now=shape[axis],
+                        place=place,
+                    )
+                )
+
+
+def check_numbers(batch, rules, place):
+    """Refuse numbers that are not finite, and labels of no class.
+
+    Args:
+        batch: `Batch`.
+        rules: dict from the path in y to `LabelRule`.
+        place: `Place` of the batch, for the message.
+
+    Raises:
+        DataError: there is one.
+    """
+    for field, part in zip(Batch._fields, batch, strict=True):
+        for path, array in named_arrays(part):
+            if "float" in array.dtype.name:
+                is_wrong = ~np.isfinite(array)
+                _refuse(errors.NOT_FINITE, field, path, array, is_wrong, place)
+    for path, labels in named_arrays(batch.y):
+        rule = rules.get(path)
+        if rule is not None:
+            is_wrong = rule.breaches(labels)
+            _refuse(
+                errors.NO_SUCH_CLASS, "y", path, labels, is_wrong, place, rule
+            )
+
+
+def _refuse(message, field, path, array, is_wrong, place, rule=None):
+    """Raise an error that names the first wrong value, if there is one."""
+    if not is_wrong.any():
+        return
+    index = tuple(int(i) for i in np.argwhere(is_wrong)[0])
+    raise errors.DataError(
+        message.format(
+            name=name_of(field, path),
+            value=array[index],
+            row=index[0],
+            place=place,
+            rule=rule,
+        )
+    )

@@ -1,0 +1,512 @@
+"""The story of a fit: windows, updates, validations, epochs, the end."""
+
+import contextlib
+import itertools
+import math
+import time
+
+from accumtrainer.config import updates_per_epoch
+from accumtrainer.data.batches import window_of_batches
+from accumtrainer.data.position import Position, windows
+from accumtrainer.data.processes import check_processes
+from accumtrainer.layers import plain_batch_normalizations
+from accumtrainer.observers.logs import Logs
+from accumtrainer.progress import Progress
+from accumtrainer.saving.callback_state import CallbackStates, announce_states
+from accumtrainer.saving.snapshot import blank
+from accumtrainer.training.input_checks import InputChecks
+from accumtrainer.training.signals import Interruption
+
+NOTHING_LEFT = "the saved run has reached its end; nothing is left to train"
+
+BATCH_STATISTICS = (
+    "note: BatchNormalization takes the statistics of each micro-batch and "
+    "moves its averages {count} times per update; "
+    "accumtrainer.layers.AccumulatedBatchNormalization moves them once"
+)
+
+FIRST_OF_A_SIZE = "after the first update of this size: {plan}"
+
+
+def updates_in_epoch(source, accumulation, epoch):
+    """Count the updates of an epoch.
+
+    Args:
+        source: `Source`.
+        accumulation: `Accumulation`.
+        epoch: index of the epoch.
+
+    Returns:
+        int, or `None` where it cannot be known.
+    """
+    batches = source.batches_per_epoch
+    if batches is None or accumulation.micro_batch_size is not None:
+        return batches
+    if callable(accumulation.steps):
+        return None
+    steps = accumulation.steps_at(epoch, 0)
+    return updates_per_epoch(batches, steps, accumulation.tail)
+
+
+class FitLoop:
+    """Runs the epochs of one `fit`.
+
+    Args:
+        trainer: `Trainer`.
+        engine: `Engine` of the Trainer.
+        options: `FitOptions`.
+        source: `Source` of the training data.
+        validation: `Validation`.
+        dispatcher: `Dispatcher`.
+        saved: `Snapshot` to go on from, or `None` to begin.
+    """
+
+    def __init__(
+        self, trainer, engine, options, source, validation, dispatcher, saved
+    ):
+        self._trainer = trainer
+        self._engine = engine
+        self._options = options
+        self._source = source
+        self._validation = validation
+        self._dispatcher = dispatcher
+        self._interruption = Interruption(
+            {
+                name
+                for callback in dispatcher.callbacks
+                for name in getattr(callback, "signals", ())
+            },
+            is_agreed=engine.processes > 1,
+        )
+        self._agreed_seconds = 0.0
+        self._position = Position(epoch=options.initial_epoch)
+        self._saved = saved
+        self._goes_on_amid_epoch = False
+        self._before = engine.progress
+        self._seconds_before = 0.0
+        self._validated = self._before
+        self._validation_logs = {}
+        self._last_logs = {}
+        self._micro_batch = None
+        self._checks = None
+        self._callback_states = None
+        self._told_plan = None
+        self._is_at_rest = False
+
+    def run(self, announce):
+        """Train until an end is reached.
+
+        Args:
+            announce: function that is given a line saying what will happen,
+                before it happens, and one where the plan has changed.
+
+        Returns:
+            `keras.callbacks.History`.
+        """
+        trainer = self._trainer
+        trainer.model.stop_training = False
+        self._announce = announce
+        self._begun = time.monotonic()
+        self._go_to_saved_position()
+        self._agreed_seconds = self._seconds_before
+        upcoming = self._prepare()
+        self._begun = time.monotonic()
+        with self._interruption.deferred(), self._dispatcher.training():
+            self._callback_states = CallbackStates(self._dispatcher.callbacks)
+            with self._published_at_the_end(), self._saved_on_errors():
+                if not self._goes_on_amid_epoch:
+                    self._restore()
+                is_complete = True
+                while is_complete and self._should_begin():
+                    is_complete = self._run_epoch(upcoming)
+                    upcoming = self._windows(self._position)
+                if is_complete:
+                    self._rest("end")
+                self._interruption.check()
+            trainer.optimizer.finalize_variable_values(
+                trainer.model.trainable_variables
+            )
+        self._interruption.check()  # of while callbacks were closed
+        return self._dispatcher.history
+
+    def _prepare(self):
+        """Build what the first window needs; return the windows to come."""
+        has_ended = self._saved is not None and not self._should_begin()
+        upcoming = iter(()) if has_ended else self._windows(self._position)
+        begun = list(itertools.islice(upcoming, 1))
+        first = begun[0] if begun else self._window_to_see()
+        self._micro_batch = first.split()[0]
+        if begun and self._options.check_inputs and self._trainer.model.built:
+            # Run eagerly, the preparation computes with these numbers.
+            self._check(first, self._make_checks(), index=0)
+        self._engine.prepare(
+            first,
+            like=self._saved,
+            measures_gradients=any(
+                getattr(callback, "needs_gradient_norms", False)
+                for callback in self._dispatcher.callbacks
+            ),
+        )
+        first = self._engine.cut(first)
+        self._checks = self._make_checks()
+        self._check_saved()
+        is_last = self._position.epoch + 1 >= self._options.last_epoch
+        is_over = self._saved is not None and is_last and not begun
+        self._told_plan = self._engine.plan
+        self._announce(NOTHING_LEFT if is_over else self.describe(first))
+        count = first.micro_batches
+        is_many = count > 1 and not is_over
+        if is_many and plain_batch_normalizations(self._trainer.model):
+            self._announce(BATCH_STATISTICS.format(count=count))
+        return itertools.chain(begun, upcoming)
+
+    def _make_checks(self):
+        return InputChecks.of(
+            self._trainer,
+            self._micro_batch,
+            numbers=self._options.check_inputs,
+        )
+
+    def _check(self, window, checks, index):
+        """Refuse a window that is wrong, or whose other shares are."""
+        # Shares have the same sizes; numbers can be wrong in one alone.
+        is_alone = not self._options.check_inputs
+        with contextlib.nullcontext() if is_alone else self._source.together():
+            checks.check(window, epoch=self._position.epoch, index=index)
+
+    # Going on from a snapshot.
+
+    def snapshot_parts(self):
+        """Return what the loop adds to a snapshot, a dict of its fields."""
+        return {
+            "position": self._position.get_state(),
+            "source": self._source.get_state(),
+            "run": {
+                "before": self._before.as_dict(),
+                "seconds": self._seconds(),
+                "validated": self._validated.as_dict(),
+                "validation_logs": dict(self._validation_logs),
+                "last_logs": self._epoch_logs(),
+                "has_stopped": bool(self._trainer.model.stop_training),
+                "micro_batch": blank(self._micro_batch),
+            },
+            "callbacks": self._callback_states.get(),
+        }
+
+    def _go_to_saved_position(self):
+        saved = self._saved
+        if saved is None:
+            return
+        if saved.position is None:
+            self._position = Position(epoch=saved.progress["epochs"])
+            self._before = Progress()
+            self._validated = Progress.from_dict(saved.progress)
+            self._seconds_before = self._validated.seconds
+            return
+        self._position = Position.of_state(saved.position)
+        check_processes(self._source, saved.source)
+        self._source.go_to(
+            self._position,
+            saved.source,
+            fast_forward=self._options.fast_forward,
+        )
+        run = saved.run
+        self._before = Progress.from_dict(run["before"])
+        self._seconds_before = run["seconds"]
+        self._validated = Progress.from_dict(run["validated"])
+        self._last_logs = run["last_logs"]
+        self._micro_batch = run["micro_batch"]
+        self._trainer.model.stop_training = run["has_stopped"]
+        self._goes_on_amid_epoch = self._position.is_amid_epoch
+        announce_states(self._dispatcher.callbacks, saved.callbacks)
+
+    def _check_saved(self):
+        if self._saved is not None:
+            self._engine.check_fits(
+                self._saved.variables,
+                is_amid_epoch=self._goes_on_amid_epoch,
+            )
+
+    def _restore(self):
+        """Put everything back, when all that begins anew has begun."""
+        saved, self._saved = self._saved, None
+        if saved is None:
+            return
+        self._engine.restore(
+            saved.variables,
+            saved.progress,
+            is_amid_epoch=self._goes_on_amid_epoch,
+            was_scaled=saved.scales_loss,
+        )
+        if saved.run is not None:
+            self._validation_logs = dict(saved.run["validation_logs"])
+        self._callback_states.set(saved.callbacks)
+
+    def _rest(self, reason):
+        """Tell callbacks that everything until here is done."""
+        self._is_at_rest = False
+        self._dispatcher.call("on_safe_point", reason, {})
+        self._is_at_rest = True
+
+    @contextlib.contextmanager
+    def _saved_on_errors(self):
+        """Let callbacks save if an error comes between two windows."""
+        try:
+            yield
+        except Exception as error:
+            if self._is_at_rest:
+                try:
+                    self._dispatcher.call("on_safe_point", "error", {})
+                except Exception as failure:
+                    error.add_note(f"While saving: {failure!r}")
+            raise
+
+    @contextlib.contextmanager
+    def _published_at_the_end(self):
+        """Leave the model current, however training ends."""
+        try:
+            yield
+        finally:
+            self._engine.publish()
+
+    def describe(self, first):
+        """Say in one line what will happen.
+
+        Args:
+            first: `Window`, the first one.
+
+        Returns:
+            str.
+        """
+        sizes = sorted(set(first.sizes), reverse=True)
+        replicas = self._engine.replicas
+        shape = f"{first.micro_batches} micro-batches x {sizes[0]}"
+        if first.micro_batches == 1:
+            shape = "1 micro-batch"
+        elif len(sizes) > 1:
+            shape = f"{first.micro_batches} micro-batches of {sizes[-1]} to "
+            shape += str(sizes[0])
+        if replicas > 1:
+            shape += f", shared out among {replicas} replicas"
+        trainer = self._trainer
+        count = updates_in_epoch(
+            self._source, trainer.accumulation, self._options.initial_epoch
+        )
+        epoch = f"; {count:,} updates per epoch" if count else ""
+        samples = f"{first.samples} samples per update"
+        return f"{samples} = {shape}{epoch}; {trainer.plan}"
+
+    def _windows(self, position):
+        accumulation, epoch = self._trainer.accumulation, position.epoch
+        is_last = epoch + 1 >= self._options.last_epoch
+        tail = accumulation.tail
+        if tail == "carry" and is_last:
+            tail = "flush"  # nothing comes after it that could take the rest
+        return windows(
+            self._source,
+            position,
+            steps_at=lambda: accumulation.steps_at(epoch, self._updates()),
+            micro_batch_size=self._engine.rows_per_pass,
+            tail=tail,
+        )
+
+    def _window_to_see(self):
+        """Make a window for building where none comes, or not yet."""
+        steps = self._trainer.accumulation.steps_at(
+            self._position.epoch, self._updates()
+        )
+        if self._micro_batch is not None:
+            return window_of_batches([self._micro_batch] * (steps or 1), None)
+        position = self._position
+        if not position.carried:
+            # A finished run that was saved by hand has yet to see the data.
+            position = Position(epoch=position.epoch)
+            for window in self._windows(position):
+                return window
+        items = itertools.islice(itertools.cycle(position.carried), steps)
+        return self._source.window(list(items), None)
+
+    def _updates(self):
+        """Count the updates made, only where the window's size needs it."""
+        if not callable(self._trainer.accumulation.steps):
+            return 0
+        if self._saved is not None:
+            return self._saved.progress["updates"]
+        return self._engine.progress.updates
+
+    def _should_begin(self):
+        position = self._position
+        if position.epoch >= self._options.last_epoch:
+            return False
+        if position.epoch == self._options.initial_epoch:
+            return True
+        return self._goes_on_amid_epoch or not self._should_stop()
+
+    def _seconds(self):
+        """Seconds since training began, without those it was interrupted.
+
+        Processes go by the chief's clock, as it was when they last agreed.
+        """
+        if self._engine.processes > 1:
+            return self._agreed_seconds
+        return self._own_seconds()
+
+    def _own_seconds(self):
+        return self._seconds_before + time.monotonic() - self._begun
+
+    def _agree(self):
+        """Let processes agree on clock, signals and whether to stop.
+
+        Otherwise one could stop while others wait for it.
+        """
+        if self._engine.processes == 1:
+            return
+        model = self._trainer.model
+        seconds, stops, signals = self._engine.gather(
+            [
+                self._own_seconds(),
+                bool(model.stop_training),
+                self._interruption.arrived or 0,
+            ]
+        ).T
+        self._agreed_seconds = float(seconds[0])
+        model.stop_training = bool(stops.any())
+        self._interruption.agree(int(signals.max()))
+
+    def _should_stop(self):
+        trainer, options = self._trainer, self._options
+        if trainer.model.stop_training:
+            return True
+        if options.max_seconds is not None:
+            if self._seconds() >= options.max_seconds:
+                return True
+        if math.isinf(options.update_limit):
+            return False
+        end = self._before.updates + options.update_limit
+        if self._saved is not None:
+            return self._saved.progress["updates"] >= end
+        if self._engine.updates_at_most < end:
+            return False
+        return self._engine.progress.updates >= end
+
+    def _run_epoch(self, upcoming):
+        """Run an epoch, or the rest of one.
+
+        Returns:
+            Whether it is complete, not broken off by an end that came first.
+        """
+        engine, position = self._engine, self._position
+        epoch = position.epoch
+        self._is_at_rest = False
+        engine.start_epoch(epoch)
+        self._validation_logs = {}
+        self._dispatcher.call("on_epoch_begin", epoch, {})
+        is_complete = self._run_windows(upcoming)
+        engine.finish_epoch()
+        # A carried tail can be all there is of an epoch.
+        logs = dict(self._epoch_logs()) if position.windows else {}
+        self._validate_if_due()
+        if self._validation and self._options.validates_after(epoch):
+            self._validate()
+        logs |= self._validation_logs
+        self._dispatcher.call("on_epoch_end", epoch, logs)
+        self._dispatcher.last_logs = logs
+        position.begin_next_epoch()
+        if is_complete:
+            self._rest("epoch")
+            self._leave_if_interrupted()
+        return is_complete
+
+    def _epoch_logs(self):
+        if self._engine.has_report:
+            return self._engine.epoch_logs()
+        return self._last_logs
+
+    def _run_windows(self, upcoming):
+        """Run the windows of an epoch until there are no more, or an end is.
+
+        Returns:
+            Whether there are no more.
+        """
+        if self._goes_on_amid_epoch:
+            self._restore()
+            self._goes_on_amid_epoch = False
+            if self._should_stop():
+                return False
+        self._is_at_rest = True
+        for window in self._engine.waiting_for(upcoming):
+            self._is_at_rest = False
+            index = self._position.windows - 1
+            self._check(window, self._checks, index)
+            self._run_update(index, window)
+            self._tell_of_plan()
+            self._agree()
+            self._validate_if_due()
+            should_stop = self._should_stop()
+            self._rest("stop" if should_stop else "update")
+            self._leave_if_interrupted()
+            if should_stop:
+                return False
+        self._is_at_rest = False
+        return True
+
+    def _leave_if_interrupted(self):
+        if self._interruption.is_pending:
+            self._rest("interruption")
+        self._interruption.check()
+
+    def _run_update(self, index, window):
+        engine, dispatcher = self._engine, self._dispatcher
+        dispatcher.call("on_train_batch_begin", index, {})
+        if any(map(dispatcher.listens, ("on_micro_batch", "on_accumulate"))):
+            before = engine.progress
+            report = engine.run_window(window)
+            self._tell_micro_batches(report, engine.last_window, before)
+        else:
+            report = engine.run_window(window)
+        engine.count_window(engine.last_window)
+        engine.count_seconds(self._before.seconds + self._seconds())
+        if dispatcher.listens("on_apply"):
+            dispatcher.call(
+                "on_apply", engine.progress.updates, engine.window_logs
+            )
+        logs = Logs(report.running_logs)
+        dispatcher.call("on_train_batch_end", index, logs)
+
+    def _tell_of_plan(self):
+        """Announce what a first window has shown of a size that was chosen."""
+        plan = self._engine.plan
+        if plan != self._told_plan:
+            self._told_plan = plan
+            self._announce(FIRST_OF_A_SIZE.format(plan=plan))
+
+    def _tell_micro_batches(self, report, window, progress):
+        """Tell of micro-batches, with `progress` as if one by one."""
+        columns = report.micro_batches()
+        with self._engine.showing(progress):
+            for index, size in enumerate(window.sizes):
+                progress.micro_batches += 1
+                progress.samples += size
+                logs = {name: float(v[index]) for name, v in columns.items()}
+                self._dispatcher.call("on_micro_batch", index, logs)
+                self._dispatcher.call("on_accumulate", index, logs)
+
+    def _validate_if_due(self):
+        every = self._options.validation_every
+        if every is None or not self._validation:
+            return
+        if self._engine.is_due(every, self._validated):
+            self._validated = self._engine.progress
+            with self._engine.metrics_kept():
+                self._validate()
+
+    def _validate(self):
+        def evaluate(source):
+            return self._engine.evaluate(source, self._dispatcher)
+
+        self._validation_logs = self._validation.run(evaluate)
+        self._dispatcher.call(
+            "on_validation_end",
+            self._engine.progress.updates,
+            self._validation_logs,
+        )

@@ -1,0 +1,188 @@
+"""How large micro-batches are: as asked for, or as large as fit into memory."""
+
+import warnings
+from dataclasses import dataclass, replace
+
+from accumtrainer import errors
+from accumtrainer.data.batches import leaves
+from accumtrainer.diagnosis.device import measure_peak_memory
+from accumtrainer.steps.memory import (
+    Backup,
+    largest_that_fits,
+    sizes_of,
+    smaller_size,
+)
+
+# Leaves a loader batch whole until it is known what fits.
+ANY_SIZE = 2**62
+
+
+def make_sizing(accumulation, backend):
+    """Make what says how large micro-batches are.
+
+    Args:
+        accumulation: `Accumulation`.
+        backend: the backend's functions.
+
+    Returns:
+        `GivenSize` or `AutoSize`.
+    """
+    size = accumulation.micro_batch_size
+    if size != "auto":
+        return GivenSize(None if size is None else size * backend.replicas)
+    limit_bytes = accumulation.memory_limit_bytes
+    if limit_bytes is None:
+        limit_bytes = backend.memory_limit_bytes()
+    return AutoSize(backend, limit_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenSize:
+    """Leave micro-batches as large as they were asked for.
+
+    Args:
+        rows_per_pass: int, samples that all replicas together run at a time;
+            `None` where loader batches are micro-batches, whatever their size.
+    """
+
+    rows_per_pass: int | None
+
+    is_undecided = False
+    """Whether a size has yet to be chosen."""
+
+    may_cut = False
+    """Whether a window may come to be of more micro-batches."""
+
+    def cut(self, window):
+        """Return a window as it will run: as it is."""
+        return window
+
+    def run(self, window, step, program):
+        """Run a window; return its `Report` and the window."""
+        del program
+        return step.run(window), window
+
+    def complete(self, plan):
+        """Return a `Plan` with what was chosen here: nothing."""
+        return plan
+
+
+class AutoSize:
+    """Choose a size that fits into memory, and a smaller one if it does not.
+
+    Sizes that divide a window evenly are preferred, see `smaller_size`.
+
+    Args:
+        backend: the backend's functions.
+        limit_bytes: int, most memory of a device that an update may take.
+    """
+
+    may_cut = True
+
+    def __init__(self, backend, limit_bytes):
+        self._backend = backend
+        self._limit_bytes = limit_bytes
+        self._size = self._peak_bytes = None
+        self._measured = None, None
+        self._fitted = set()
+
+    @property
+    def is_undecided(self):
+        """Whether a size has yet to be chosen."""
+        return self._size is None
+
+    @property
+    def rows_per_pass(self):
+        """Samples that all replicas together run at a time."""
+        return (self._size or ANY_SIZE) * self._backend.replicas
+
+    def choose(self, window, step):
+        """Choose the largest micro-batches that are predicted to fit.
+
+        Args:
+            window: `Window` like those to come.
+            step: `Step`, which predicts.
+        """
+        size, self._peak_bytes = largest_that_fits(
+            sizes_of(self._samples_per_replica(window)),
+            self._limit_bytes,
+            lambda size: step.peak_bytes(
+                window.recut(size * self._backend.replicas)
+            ),
+        )
+        if self._backend.processes > 1:
+            size = int(self._backend.gather([size])[:, 0].min())
+        self._size = size
+
+    def cut(self, window):
+        """Return a window as it will run."""
+        return window.recut(self.rows_per_pass)
+
+    def run(self, window, step, program):
+        """Run a window; in smaller micro-batches if memory runs out.
+
+        Args:
+            window: `Window`.
+            step: `Step`.
+            program: `WindowProgram` of the step.
+
+        Returns:
+            Pair: the `Report`, and the `Window` as it was cut.
+        """
+        while True:
+            window = self.cut(window)
+            shapes = _shapes(window)
+            if shapes in self._fitted:
+                return step.run(window), window
+            self._backend.publish()
+            backup = Backup(program.variables)
+            try:
+                report = step.run(window)
+                report.section("counters")  # waits, since errors may come late
+            except Exception as error:
+                is_last = self._size == 1 or self._backend.processes > 1
+                if is_last or not self._backend.is_out_of_memory(error):
+                    raise
+                self._backend.forget()
+                backup.put_back()
+                self._shrink(window)
+            else:
+                self._fitted.add(shapes)
+                if self._measured == (None, None):
+                    self._measured = measure_peak_memory()
+                return report, window
+
+    def _shrink(self, window):
+        """Go on in smaller micro-batches than those of a window."""
+        before = self._size
+        self._size = smaller_size(before, self._samples_per_replica(window))
+        self._peak_bytes = None
+        self._measured = None, None
+        warnings.warn(
+            errors.TOO_LARGE.format(before=before, after=self._size),
+            stacklevel=2,
+        )
+
+    def _samples_per_replica(self, window):
+        return -(-window.samples // self._backend.replicas)
+
+    def complete(self, plan):
+        """Return a `Plan` with what was chosen here."""
+        measured_peak_bytes, measured_of = self._measured
+        return replace(
+            plan,
+            micro_batch_size=self._size,
+            peak_bytes=self._peak_bytes,
+            limit_bytes=self._limit_bytes,
+            measured_peak_bytes=measured_peak_bytes,
+            measured_of=measured_of,
+        )
+
+
+def _shapes(window):
+    """Return what must be equal for windows to take as much memory."""
+    return tuple(
+        # Text is of one type, however long the longest of a batch is.
+        (leaf.shape, leaf.dtype.char)
+        for leaf in leaves((window.stacked, window.parts))
+    )

@@ -1,0 +1,1 @@
+"""The window algorithm, told once for all backends; begin with `program`."""

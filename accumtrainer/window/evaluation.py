@@ -1,0 +1,142 @@
+"""What validation and prediction compute, told once for every backend."""
+
+import numpy as np
+
+from accumtrainer.keras_api import ops
+from accumtrainer.window.hooks import Info
+from accumtrainer.window.objective import (
+    Objective,
+    metric_results,
+    metric_variables,
+    named_losses,
+    total_loss,
+)
+from accumtrainer.window.state import Scratch, Tally
+from accumtrainer.window.weighing import where_sum, window_means
+
+
+class EvaluationProgram:
+    """Runs batches through `compute_loss` and `predict_step`, no gradients.
+
+    Args:
+        hooks: `Hooks`, usually the Trainer.
+        state: `TrainingState`.
+        backend: the functions a backend must provide.
+        tracked: list of variables that hooks may read.
+    """
+
+    def __init__(self, hooks, state, backend, *, tracked):
+        self._hooks = hooks
+        self._model = hooks.model
+        self._state = state
+        self._backend = backend
+        self._tracked = list(tracked)
+        self._objective = Objective(hooks)
+        self._tally = None
+        self._borrowed = []
+
+    def build(self, batch):
+        """Learn from one batch which losses and logged values there are."""
+        if self._tally is not None:
+            return
+        self.build_model(batch)
+        book = self._hooks._log_book
+        training_reductions, book.reductions = book.reductions, {}
+        with Scratch(self._known_variables()) as scope:
+            self._backend.trace(self._survey, batch)
+        self._borrowed = list(scope.strangers_read.values())
+        self._tally = Tally(
+            losses=len(self._losses),
+            reductions=book.reductions,
+            name="evaluation",
+        )
+        book.reductions = training_reductions | book.reductions
+
+    def build_model(self, batch):
+        """Create the variables of a model that has none yet."""
+        if self._model.built:
+            return
+        with Scratch([]):
+            self._backend.trace(self._hooks.predict_step, batch)
+
+    def _survey(self, batch):
+        self._hooks._log_book.open()
+        measured = self._objective.measure(batch, self._info())
+        self._hooks._log_book.take()
+        self._losses = measured.weighted
+        self._names = list(measured.losses)
+        return measured.means()
+
+    def _known_variables(self):
+        return [
+            *self._model.variables,
+            *metric_variables(self._model),
+            *self._tracked,
+            *self._state.variables,
+        ]
+
+    @property
+    def variables(self):
+        """Every variable an evaluation reads or changes, each once."""
+        tally = self._tally.variables if self._tally else []
+        variables = [*self._known_variables(), *tally, *self._borrowed]
+        return list({id(v): v for v in variables}.values())
+
+    def start(self):
+        """Begin an evaluation."""
+        self._tally.clear()
+        for metric in self._model.metrics:
+            metric.reset_state()
+
+    def run_batch(self, batch, loader_samples):
+        """Add a batch to the evaluation.
+
+        Losses are averaged over loader batches, sums too: each slice adds its
+        part of a sum, which counts for all of the samples.
+
+        Args:
+            batch: `Batch` of tensors, a loader batch or a slice of one.
+            loader_samples: scalar tensor, float32, samples of all slices.
+
+        Returns:
+            Scalar tensor, float32, the batch's own loss.
+        """
+        self._hooks._log_book.open()
+        measured = self._objective.measure(batch, self._info())
+        logs = self._hooks._log_book.take()
+        means = measured.means()
+        is_sum = np.array([loss.is_sum for loss in measured.weighted])
+        samples = measured.samples
+        weights = measured.denominators()
+        self._tally.add(
+            means * where_sum(is_sum, loader_samples, weights),
+            where_sum(is_sum, samples, weights),
+            [samples * measured.regularization, samples, samples],
+        )
+        self._tally.add_logs(logs)
+        return total_loss(means, measured.weighted, measured.regularization)
+
+    def predict_batch(self, batch):
+        """Compute the predictions of a batch."""
+        return self._hooks.predict_step(batch)
+
+    def results(self):
+        """Read the evaluation so far, `{name: tensor}`."""
+        numerators, denominators, extras = self._tally.read()
+        means = window_means(numerators, denominators)
+        named = named_losses(self._names, means)
+        regularization = ops.divide_no_nan(*extras[:2])
+        return {
+            "loss": total_loss(means, self._losses, regularization),
+            **named,
+            **metric_results(self._model, named),
+            **self._tally.values(),
+        }
+
+    def _info(self):
+        return Info(
+            update=self._state.updates.value,
+            epoch=self._state.epoch.value,
+            loss_scale=self._state.loss_scale.value,
+            training=False,
+        )

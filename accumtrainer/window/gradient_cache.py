@@ -1,0 +1,197 @@
+"""Losses that couple the examples of a window, one micro-batch at a time.
+
+A loss over all embeddings of a window, `L(e₁ … eₖ)`, is no sum over
+micro-batches, but by the chain rule its gradient is one:
+
+    ∇L = Σᵢ (∂L/∂eᵢ) · ∇eᵢ
+
+Gradient caching (Gao et al. 2021, "Scaling Deep Contrastive Learning Batch
+Size under Memory Limited Setup", arXiv:2101.06983) embeds every micro-batch
+without taking gradients, differentiates the loss by the embeddings, and then
+embeds each micro-batch again, now with gradients, of which `∂L/∂eᵢ` says how
+much each counts:
+
+    embeddings = [embed(batch) for batch in window]
+    cotangents = differentiate(window_loss, embeddings)
+    for batch, cotangent in zip(window, cotangents):
+        sums += differentiate(sum(cotangent * embed(batch)))
+
+The random state is put back in between, so that both passes draw the same
+numbers. What the loss uses beside embeddings, such as a learned temperature,
+gets its gradient when the loss is differentiated.
+"""
+
+from accumtrainer.keras_api import keras, ops, tree
+from accumtrainer.window.losses import WeightedLoss
+
+
+class GradientCache:
+    """Embeds, differentiates the window's loss, and embeds again.
+
+    Args:
+        hooks: `Hooks` that have `embed` and `window_loss`.
+        state: `TrainingState`.
+        backend: the functions a backend must provide.
+
+    Attributes:
+        dtypes: nest of the dtypes of what `embed` returns.
+    """
+
+    def __init__(self, hooks, state, backend):
+        self._hooks = hooks
+        self._state = state
+        self._backend = backend
+        self.dtypes = None
+
+    def learn(self, batch, info):
+        """Learn what `embed` returns, while a micro-batch is traced."""
+        self.dtypes = tree.map_structure(
+            lambda leaf: (
+                None
+                if leaf is None
+                else keras.backend.standardize_dtype(leaf.dtype)
+            ),
+            self.embed(batch, info),
+        )
+
+    def embed(self, batch, info):
+        """Embed a micro-batch without taking gradients.
+
+        Args:
+            batch: `Batch` of tensors `[m, ...]`, after `on_micro_batch`.
+            info: `Info`.
+
+        Returns:
+            Pair: nest of tensors `[m, ...]`, float32, and the `Batch` without
+            its inputs.
+        """
+        self._hooks._log_book.open()
+        embeddings = self._hooks.float_embeddings(batch, info)
+        self._hooks._log_book.take()
+        return embeddings, batch._replace(x=None)
+
+    def differentiate(self, embeddings, batch, info):
+        """Differentiate the loss of a window by its embeddings.
+
+        Args:
+            embeddings: nest of tensors `[n, ...]`, float32, of n samples.
+            batch: `Batch` of the n samples without their inputs.
+            info: `Info` without an `index`.
+
+        Returns:
+            Tuple: the loss, a scalar tensor, float32; nest of tensors like
+            `embeddings`, the gradients; list of gradients by the trainable
+            variables, `None` where the loss itself does not use one; and what
+            was logged.
+        """
+        book = self._hooks._log_book
+        scale = self._state.loss_scale.value
+
+        def objective(*leaves):
+            book.open()
+            nest = tree.pack_sequence_as(embeddings, list(leaves))
+            loss = self._hooks.window_loss(nest, batch, info)
+            loss = ops.cast(loss, "float32")
+            return loss * scale, (loss, book.take())
+
+        variables = self._hooks.model.trainable_variables
+        leaves = tree.flatten(embeddings)
+        (loss, logs), gradients = self._backend.value_and_grad(
+            objective, variables, leaves
+        )
+        gradients = [
+            None if g is None else ops.cast(g, "float32") / scale
+            for g in gradients
+        ]
+        direct, cotangents = (
+            gradients[: len(variables)],
+            gradients[len(variables) :],
+        )
+        cotangents = [
+            ops.zeros_like(leaf) if g is None else g
+            for leaf, g in zip(leaves, cotangents, strict=True)
+        ]
+        cotangents = tree.pack_sequence_as(embeddings, cotangents)
+        return loss, cotangents, direct, logs
+
+    def replay(self, batch, info, cotangents, loss):
+        """Embed a micro-batch again, as a loss with the right gradient.
+
+        Args:
+            batch: `Batch` of tensors `[m, ...]`, after `on_micro_batch`.
+            info: `Info`.
+            cotangents: nest of tensors `[m, ...]`, from `differentiate`.
+            loss: scalar tensor, the loss of the window.
+
+        Returns:
+            `WeightedLoss`, the micro-batch's share of the window's loss: a
+            sum, whose gradient is the micro-batch's part of `∇L`.
+        """
+        embeddings = self._hooks.float_embeddings(batch, info)
+        pulled = sum(
+            ops.sum(cotangent * embedding)
+            for cotangent, embedding in zip(
+                tree.flatten(cotangents), tree.flatten(embeddings), strict=True
+            )
+        )
+        share = loss / ops.cast(info.micro_batches, "float32")
+        return WeightedLoss(
+            share + (pulled - ops.stop_gradient(pulled)),
+            None,
+            self._hooks.outputs_of(embeddings),
+        )
+
+
+def join(parts):
+    """Join what micro-batches have returned, sample by sample.
+
+    Args:
+        parts: list of nests of tensors `[m, ...]`; m may differ.
+
+    Returns:
+        Nest of tensors `[n, ...]`.
+    """
+    return tree.map_structure(
+        lambda *leaves: (
+            None if leaves[0] is None else ops.concatenate(leaves, axis=0)
+        ),
+        *parts,
+    )
+
+
+def split(joined, parts):
+    """Undo `join`.
+
+    Args:
+        joined: nest of tensors `[n, ...]`.
+        parts: list of nests of tensors `[m, ...]` of the same structure.
+
+    Returns:
+        List of nests of tensors `[m, ...]`.
+    """
+    pieces = []
+    begin = 0
+    for part in parts:
+        end = begin + ops.shape(tree.flatten(part)[0])[0]
+        pieces.append(
+            tree.map_structure(lambda leaf: leaf[begin:end], joined)  # noqa: B023, used at once
+        )
+        begin = end
+    return pieces
+
+
+def join_rows(stacked):
+    """Join equal micro-batches: `[k, m, ...]` to `[k * m, ...]`."""
+    return tree.map_structure(
+        lambda leaf: (
+            None if leaf is None else ops.reshape(leaf, (-1, *leaf.shape[2:]))
+        ),
+        stacked,
+    )
+
+
+def split_rows(joined, stacked):
+    """Undo `join_rows`, in the shapes of `stacked`."""
+    return tree.map_structure(
+        lambda leaf, like: ops.reshape(leaf, ops.shape(like)), joined, stacked
+    )

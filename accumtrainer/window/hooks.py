@@ -1,0 +1,325 @@
+"""The hooks of a Trainer: what a researcher overrides, with the defaults.
+
+Hooks are traced into the compiled step. They take tensors and return tensors;
+what they do on the host happens once, while the step is traced.
+"""
+
+import inspect
+from dataclasses import dataclass, replace
+from typing import Any
+
+from accumtrainer import errors
+from accumtrainer.keras_api import keras, ops, tree
+from accumtrainer.window.losses import WeightedLoss, count_samples
+
+HOOK_NAMES = (
+    "on_micro_batch",
+    "compute_loss",
+    "on_accumulate",
+    "on_apply",
+    "after_apply",
+    "predict_step",
+)
+
+REDUCTIONS = ("mean", "sum", "max", "min")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Info:
+    """Where in training a hook is called, as far as it is known there.
+
+    Args:
+        update: scalar tensor, int32, updates applied so far.
+        epoch: scalar tensor, int32, index of the epoch.
+        index: scalar tensor, int32, index of the micro-batch in its window;
+            `None` in `on_apply` and `after_apply`.
+        micro_batches: scalar tensor, int32, k. With several replicas, those
+            that this one runs; in `on_apply` and `after_apply` all of them.
+        is_last: scalar tensor, bool, whether this is the window's last
+            micro-batch; `None` in `on_apply` and `after_apply`.
+        loss: scalar tensor, float32: the micro-batch's loss in
+            `on_accumulate`, the window's in `on_apply` and `after_apply`.
+        weight: scalar tensor, float32, how much the micro-batch counts, in
+            `on_accumulate`.
+        total_weight: scalar tensor, float32, how much the window counts, in
+            `on_apply` and `after_apply`.
+        loss_scale: scalar tensor, float32, constant in a window, 1 where the
+            loss is not scaled.
+        training: Python bool, whether gradients will be taken.
+    """
+
+    update: Any = None
+    epoch: Any = None
+    index: Any = None
+    micro_batches: Any = None
+    is_last: Any = None
+    loss: Any = None
+    weight: Any = None
+    total_weight: Any = None
+    loss_scale: Any = None
+    training: bool = True
+
+
+class LogBook:
+    """Collects what hooks log while they are traced."""
+
+    def __init__(self):
+        self._entries = None
+        self.reductions = {}
+
+    def open(self):
+        """Start collecting, forgetting what an aborted trace left."""
+        self._entries = {}
+
+    def take(self):
+        """Return what was collected as `{name: (value, weight)}` and stop."""
+        entries, self._entries = self._entries, None
+        return entries
+
+    def record(self, name, value, weight, reduce):
+        """Note one scalar; see `Hooks.log`."""
+        if self._entries is None:
+            raise RuntimeError(errors.LOG_OUTSIDE_HOOK.format(name=name))
+        if reduce not in REDUCTIONS:
+            raise ValueError(
+                f"reduce must be one of {REDUCTIONS}. Received: "
+                f"reduce={reduce!r} for log name {name!r}. Use 'mean' for "
+                "averages."
+            )
+        known = self.reductions.setdefault(name, reduce)
+        if known != reduce or name in self._entries:
+            raise ValueError(errors.LOGGED_TWICE.format(name=name))
+        value = ops.cast(value, "float32")
+        if len(value.shape) != 0:
+            raise ValueError(
+                f"value of log name {name!r} must be a scalar. Received: "
+                f"shape {tuple(value.shape)}. Reduce it first, for example "
+                "with keras.ops.mean."
+            )
+        weight = ops.cast(1.0 if weight is None else weight, "float32")
+        self._entries[name] = (value, weight)
+
+
+class Hooks:
+    """What a Trainer does to a window, each part open to a subclass."""
+
+    model: Any
+    optimizer: Any
+    accumulation: Any
+    rng: Any
+    _compiled_loss: Any
+    _denominator: Any
+    _guessed_denominator: bool
+    _log_book: LogBook
+    _model_computes_loss: bool
+    _model_takes_training: bool
+    _must_weigh: bool
+    _tracked_metrics: Any = ()
+    has_window_loss = False
+    _owner = "Trainer"  # what users give arguments to, for messages
+
+    def on_micro_batch(self, batch, info):
+        """Change a micro-batch before the forward pass, in training only.
+
+        Args:
+            batch: `Batch(x, y, sample_weight)` of tensors.
+            info: `Info`.
+
+        Returns:
+            `Batch` of the same structure.
+        """
+        del info
+        return batch
+
+    def compute_loss(self, batch, info):
+        """Compute the loss of a micro-batch, in training and validation.
+
+        Args:
+            batch: `Batch(x, y, sample_weight)` of tensors.
+            info: `Info`; `info.training` is a Python bool.
+
+        Returns:
+            `WeightedLoss`, or a dict of them by name, which are added up.
+        """
+        outputs = self._call_model(batch.x, training=info.training)
+        if self._model_computes_loss:
+            return self._model_loss(batch, outputs, info)
+        if self._compiled_loss is None:
+            samples = count_samples(batch.x)
+            return WeightedLoss(
+                ops.zeros(()), samples, outputs, is_uniform=True
+            )
+        losses = self._compiled_loss(batch.y, outputs, batch.sample_weight)
+        losses = {
+            name: self._known_weight(loss, batch, info)
+            for name, loss in losses.items()
+        }
+        first = next(iter(losses))
+        losses[first] = replace(losses[first], outputs=outputs)
+        return losses if len(losses) > 1 else losses[first]
+
+    def on_accumulate(self, gradients, info):
+        """Change one micro-batch's gradients before they are added.
+
+        Args:
+            gradients: list of tensors, one per trainable variable, float32,
+                unscaled, zeros where a variable is unused.
+            info: `Info` with `loss` and `weight` of the micro-batch.
+
+        Returns:
+            List of tensors of the same shapes.
+        """
+        del info
+        return gradients
+
+    def on_apply(self, gradients, info):
+        """Change the window's gradients before the optimizer clips them.
+
+        Args:
+            gradients: list of tensors, one per trainable variable, float32,
+                zeros where a variable is unused.
+            info: `Info` with `loss` and `total_weight` of the window.
+
+        Returns:
+            List of tensors of the same shapes.
+        """
+        del info
+        return gradients
+
+    def after_apply(self, info):
+        """Act after an applied update; may assign to tracked state."""
+
+    def predict_step(self, batch):
+        """Compute what `predict` returns for a batch.
+
+        Args:
+            batch: `Batch` of which only `x` is set.
+
+        Returns:
+            Nest of tensors whose first axis is the batch.
+        """
+        return self._call_model(batch.x, training=False)
+
+    def log(self, name, value, weight=None, reduce="mean"):
+        """Put a scalar tensor into the logs, from any hook.
+
+        Args:
+            name: str, key in `logs` and `History`.
+            value: scalar tensor.
+            weight: scalar tensor, how much it counts in a mean. Default 1.
+            reduce: `"mean"`, `"sum"`, `"max"` or `"min"` over a window and
+                over an epoch.
+
+        Raises:
+            RuntimeError: called outside a hook.
+        """
+        self._log_book.record(name, value, weight, reduce)
+
+    @property
+    def variables_of_loss(self):
+        """Variables of the compiled loss, which mean nothing to training."""
+        if self._compiled_loss is None:
+            return []
+        return self._compiled_loss.variables
+
+    def overrides(self, name):
+        """Whether a subclass has its own version of a hook."""
+        return getattr(type(self), name) is not getattr(Hooks, name)
+
+    def _call_model(self, x, *, training):
+        if self._model_takes_training:
+            return self.model(x, training=training)
+        return self.model(x)
+
+    def _model_loss(self, batch, outputs, info):
+        arguments = {
+            "x": batch.x,
+            "y": batch.y,
+            "y_pred": outputs,
+            "sample_weight": batch.sample_weight,
+        }
+        if takes_argument(self.model.compute_loss, "training"):
+            arguments["training"] = info.training
+        loss = self.model.compute_loss(**arguments)
+        loss = self._known_weight(loss, batch, info)
+        return replace(loss, outputs=outputs)
+
+    def _known_weight(self, loss, batch, info):
+        """Give a bare scalar the denominator that the user stated."""
+        if isinstance(loss, WeightedLoss):
+            return loss
+        if self._denominator is None and info.training:
+            if self._must_weigh:
+                raise ValueError(errors.BARE_LOSS.format(owner=self._owner))
+            self._guessed_denominator = self.accumulation.combine == "exact"
+        if callable(self._denominator):
+            weight = ops.cast(self._denominator(batch), "float32")
+            return WeightedLoss(loss, weight)
+        return WeightedLoss(loss, count_samples(batch.x), is_uniform=True)
+
+
+def takes_argument(function, name):
+    """Tell whether a function can be called with a keyword argument."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(
+        p.kind is p.VAR_KEYWORD for p in parameters.values()
+    )
+
+
+def overrides_compute_loss(model):
+    """Tell whether a model has a `compute_loss` of its own."""
+    return type(model).compute_loss is not keras.Model.compute_loss
+
+
+def check_batch(given, returned):
+    """Refuse a batch of another structure than `on_micro_batch` was given.
+
+    Raises:
+        TypeError: the structures differ.
+    """
+    try:
+        tree.assert_same_structure(given, returned)
+    except (ValueError, TypeError) as error:
+        raise TypeError(
+            errors.WRONG_STRUCTURE.format(
+                hook="on_micro_batch",
+                rule="a Batch of the structure it was given",
+                received=tree.map_structure(lambda leaf: "*", returned),
+            )
+        ) from error
+
+
+def check_gradients(hook, given, returned):
+    """Refuse gradients of another number or other shapes than a hook was given.
+
+    Args:
+        hook: str, its name.
+        given: list of tensors.
+        returned: what came back.
+
+    Raises:
+        TypeError: they differ; the first difference is named.
+    """
+    rule = f"one gradient per trainable variable ({len(given)})"
+    if not isinstance(returned, (list, tuple)) or len(returned) != len(given):
+        received = type(returned).__name__
+        if isinstance(returned, (list, tuple)):
+            received = f"{received} of {len(returned)}"
+        raise TypeError(
+            errors.WRONG_STRUCTURE.format(
+                hook=hook, rule=rule, received=received
+            )
+        )
+    for position, (old, new) in enumerate(zip(given, returned, strict=True)):
+        received = f"{type(new).__name__}"
+        if ops.is_tensor(new):
+            received = f"shape {tuple(new.shape)}"
+        if received != f"shape {tuple(old.shape)}":
+            raise TypeError(
+                errors.WRONG_STRUCTURE.format(
+                    hook=hook,
+                    rule=f"a gradient of shape {tuple(old.shape)} in place "
+                    f"{position}",
+                    received=received,
+                )
+            )

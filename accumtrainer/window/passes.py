@@ -1,0 +1,441 @@
+"""One pass over a micro-batch, and over several of one shape.
+
+A pass runs the hooks of a micro-batch, differentiates its loss, and weighs
+the gradient as it counts in the window. See `accumtrainer.window.program` for
+the algorithm it is a part of, `accumtrainer.window.weighing` for the weights.
+"""
+
+import contextlib
+import functools
+from dataclasses import replace
+
+import numpy as np
+
+from accumtrainer.keras_api import flatten_layers, ops, tree
+from accumtrainer.layers import WindowLayer
+from accumtrainer.window.clipping import global_norm
+from accumtrainer.window.gradient_cache import GradientCache
+from accumtrainer.window.hooks import HOOK_NAMES, Info
+from accumtrainer.window.loss_scale import computes_in_float16
+from accumtrainer.window.objective import (
+    Objective,
+    metric_variables,
+    total_loss,
+)
+from accumtrainer.window.replicas import Share
+from accumtrainer.window.state import Scratch
+from accumtrainer.window.weighing import (
+    gradient_weight,
+    loss_factors,
+    loss_weight,
+    where_sum,
+)
+
+
+class Passes:
+    """Runs micro-batches, and returns their gradients as they count.
+
+    Args:
+        hooks: `Hooks`, usually the Trainer.
+        state: `TrainingState`.
+        backend: the functions a backend must provide.
+        loss_scale: `LossScale`, or `None` to leave the loss as it is.
+        tracked: list of variables that hooks may move.
+        training: whether layers and hooks are told that this is training.
+
+    Attributes:
+        objective: `Objective`.
+        tracked: as given.
+        used: set of int, the positions of the trainable variables that have
+            had a gradient.
+        measures_gradients: whether to report the norm of each micro-batch's
+            gradient too. What has been compiled does not notice a change.
+    """
+
+    def __init__(self, hooks, state, backend, *, loss_scale, tracked, training):
+        self._hooks = hooks
+        self._model = hooks.model
+        self._state = state
+        self._backend = backend
+        self._loss_scale = loss_scale
+        self._training = training
+        self._cache = None
+        if hooks.has_window_loss:
+            self._cache = GradientCache(hooks, state, backend)
+        self._may_draw = any(map(hooks.overrides, HOOK_NAMES))
+        self._may_weigh_losses = not (
+            loss_scale is not None
+            or hooks.overrides("on_accumulate")
+            or computes_in_float16(self._model)
+        )
+        self.objective = Objective(hooks)
+        self.tracked = tracked
+        self.used = set()
+        self.measures_gradients = False
+
+    @functools.cached_property
+    def window_layers(self):
+        """The model's layers that know about windows."""
+        return [
+            layer
+            for layer in flatten_layers(self._model)
+            if isinstance(layer, WindowLayer)
+        ]
+
+    @property
+    def variables(self):
+        """What a pass may read or move, those it has borrowed aside."""
+        return [
+            *self._model.trainable_variables,
+            *self._model.non_trainable_variables,
+            *metric_variables(self._model),
+            *self.tracked,
+            *self._state.variables,
+        ]
+
+    def zeros(self):
+        """Make sums of no gradients yet, list of tensors, float32."""
+        return [
+            ops.zeros(v.shape, "float32")
+            for v in self._model.trainable_variables
+        ]
+
+    def add(self, sums, gradients):
+        """Add gradients to their sums, `None` standing for nothing."""
+        return [
+            total if gradient is None else self._backend.add(total, gradient)
+            for total, gradient in zip(sums, gradients, strict=True)
+        ]
+
+    # What hooks and layers are told.
+
+    def info(self, index, share):
+        """Tell which micro-batch this is.
+
+        Args:
+            index: scalar tensor or int, the index of the micro-batch.
+            share: `Share` of the window it belongs to.
+
+        Returns:
+            `Info`.
+        """
+        return Info(
+            update=self._state.updates.value,
+            epoch=self._state.epoch.value,
+            index=index,
+            micro_batches=share.micro_batches,
+            is_last=ops.equal(index + 1, share.micro_batches),
+            loss_scale=self._state.loss_scale.value,
+            training=self._training,
+        )
+
+    @contextlib.contextmanager
+    def layers_in_window(self, index):
+        """Tell the layers that know about windows where in one they are."""
+        with contextlib.ExitStack() as stack:
+            for layer in self.window_layers:
+                stack.enter_context(layer.micro_batch(ops.equal(index, 0)))
+            yield
+
+    def _prepare(self, batch, index, share, info):
+        if self._may_draw:
+            self._state.seat_rng(share.seat(index))
+        return self._hooks.on_micro_batch(batch, info)
+
+    # One micro-batch.
+
+    def run(self, batch, index, share, tally, ahead=None):
+        """Run one micro-batch.
+
+        Args:
+            batch: `Batch` of tensors `[m, ...]`.
+            index: scalar tensor, its index in the window.
+            share: `Share` it belongs to, which says how it counts.
+            tally: `Tally` of the window, to which its numbers are added.
+            ahead: pair of the cotangents of its embeddings and the loss of
+                the window, if the window was looked at ahead.
+
+        Returns:
+            Pair. A tensor, float32: its loss and its weight; with
+            `measures_gradients` also the norm of its gradient, as it is
+            added, and by what that is multiplied before. What a replica runs
+            of it is instead told so that it adds up, see `join_parts`. And
+            its gradients, to be added to the window's: list of tensors,
+            float32 as soon as they are added, or `None` where it has none.
+        """
+        index = ops.cast(index, "int32")
+        micro_batches = ops.cast(share.micro_batches, "int32")
+        share = share._replace(micro_batches=micro_batches)
+        info = self.info(index, share)
+        book = self._hooks._log_book
+        book.open()
+        batch = self._prepare(batch, index, share, info)
+        before = book.take()
+
+        compute_loss = None
+        if ahead is not None:
+            cotangents, loss = ahead
+
+            def compute_loss(batch, info):
+                return self._cache.replay(batch, info, cotangents, loss)
+
+        def objective():
+            book.open()
+            measured = self.objective.measure(batch, info, compute_loss)
+            factors = loss_factors(
+                measured.weighted,
+                share.weighing,
+                micro_batches=ops.cast(share.total, "float32"),
+                totals=share.totals,
+            )
+            scaled = [
+                factor * ops.cast(loss.mean, "float32")
+                for factor, loss in zip(factors, measured.weighted, strict=True)
+            ]
+            total = total_loss(
+                scaled, measured.weighted, measured.regularization
+            )
+            if self._loss_scale is not None:
+                total = total * self._state.loss_scale.value
+            summary = _summary(measured, share.weighing, book.take())
+            if self.weighs_losses:
+                # A denominator may depend on the weights, as a count of what
+                # is predicted does, and is a constant nevertheless.
+                total = total * loss_weight(
+                    share.weighing,
+                    weight=ops.stop_gradient(summary["gradient_weight"]),
+                    micro_batches=ops.cast(share.total, "float32"),
+                )
+            return total, summary
+
+        # Layers may run again while their gradients are taken.
+        with self.layers_in_window(index):
+            summary, gradients = self._backend.value_and_grad(
+                objective,
+                self._model.trainable_variables,
+                keeps_rows=self.weighs_losses,
+            )
+        info = replace(info, loss=summary["loss"], weight=summary["weight"])
+        book.open()
+        weight = summary["gradient_weight"]
+        gradients, norm = self._weigh(gradients, weight, info)
+        self._note_used(gradients)
+        tally.add(
+            summary["numerators"],
+            summary["denominators"],
+            [summary["regularization"], weight, summary["samples"]],
+        )
+        tally.add_logs(before | summary["logs"] | book.take())
+        is_part = share.split is not None
+        return self._numbers(summary, norm, is_part=is_part), gradients
+
+    def _numbers(self, summary, norm, *, is_part):
+        """Gather what is told of a micro-batch, tensor; see `run`."""
+        if not is_part:
+            numbers = [summary["loss"], summary["weight"]]
+            if self.measures_gradients:
+                numbers += [norm, summary["gradient_weight"]]
+            return ops.stack(numbers)
+        numbers = [summary["regularization"], summary["weight"], 1.0]
+        if self.measures_gradients:
+            numbers += [norm * norm, summary["gradient_weight"]]
+        numbers = [ops.cast(number, "float32") for number in numbers]
+        losses = [summary["numerators"], summary["denominators"]]
+        return ops.concatenate([*losses, ops.stack(numbers)])
+
+    @property
+    def weighs_losses(self):
+        """Whether to multiply losses by their weights, not their gradients.
+
+        That is the same, but a gradient that is added as it comes need not
+        pass through memory once more, and the few rows of an embedding that
+        have one can be added alone. Not where somebody looks at gradients,
+        nor in float16, whose range the weights would leave.
+        """
+        return self._may_weigh_losses and not self.measures_gradients
+
+    def _weigh(self, gradients, weight, info):
+        """Weigh a micro-batch's gradients; measure their norm if asked to."""
+        if self.weighs_losses:
+            return gradients, None
+        factor = weight
+        if self._loss_scale is not None:
+            factor = factor / self._state.loss_scale.value
+        if self._hooks.overrides("on_accumulate"):
+            gradients = self._unscaled(gradients)
+            gradients = self._hooks.on_accumulate(gradients, info)
+            factor = weight
+        norm = None
+        if self.measures_gradients:
+            used = [ops.cast(g, "float32") for g in gradients if g is not None]
+            norm = global_norm(used) * (factor / weight)
+        weighed = [
+            None if g is None else ops.cast(g, "float32") * factor
+            for g in gradients
+        ]
+        return weighed, norm
+
+    def _unscaled(self, gradients):
+        """Fill in zeros and undo the loss scale, for hooks."""
+        variables = self._model.trainable_variables
+        scale = 1.0 / self._state.loss_scale.value
+        return [
+            ops.zeros(v.shape, "float32")
+            if g is None
+            else ops.cast(g, "float32") * scale
+            for g, v in zip(gradients, variables, strict=True)
+        ]
+
+    def _note_used(self, gradients):
+        self.used.update(
+            position
+            for position, gradient in enumerate(gradients)
+            if gradient is not None
+        )
+
+    def measure_weights(self, batch, index, share):
+        """Measure a micro-batch's denominators, without effect.
+
+        Args:
+            batch: `Batch` of tensors `[m, ...]`.
+            index: scalar tensor, int32.
+            share: `Share` it belongs to.
+
+        Returns:
+            Tensor `(losses,)`, float32.
+        """
+        book = self._hooks._log_book
+        with Scratch(self.variables):
+            book.open()
+            info = self.info(index, share)
+            batch = self._prepare(batch, index, share, info)
+            book.open()
+            info = replace(info, training=False)
+            denominators = self.objective.measure(batch, info).denominators()
+            book.take()
+        return denominators
+
+    # Looking ahead, for a loss that couples the examples of a window.
+
+    @property
+    def looks_ahead(self):
+        """Whether windows of several micro-batches are embedded first."""
+        return self._cache is not None
+
+    def learn_embeddings(self, batch):
+        """Learn what a micro-batch is embedded as, while it is traced."""
+        if self._cache is not None:
+            with self.layers_in_window(0):
+                self._cache.learn(batch, self.info(0, Share.whole(1)))
+
+    def embed(self, batch, index, share):
+        """Embed one micro-batch; no gradient is taken.
+
+        Returns:
+            Pair: nest of tensors `[m, ...]`, float32, and the `Batch`
+            without its inputs, as `on_micro_batch` has left it.
+        """
+        info = self.info(index, share)
+        self._hooks._log_book.open()
+        batch = self._prepare(batch, index, share, info)
+        with self.layers_in_window(index):
+            return self._cache.embed(batch, info)
+
+    def differentiate(self, joined, micro_batches, tally):
+        """Differentiate the loss of a window by its embeddings.
+
+        Args:
+            joined: what `embed` has returned, of the whole window.
+            micro_batches: scalar tensor or int, k.
+            tally: `Tally` of the window.
+
+        Returns:
+            Tuple: nest of tensors like the embeddings, the cotangents; the
+            loss; and what the loss itself adds to the window's gradients.
+        """
+        info = self.info(0, Share.whole(micro_batches))
+        info = replace(info, index=None, is_last=None)
+        embeddings, batch = joined
+        loss, cotangents, gradients, logs = self._cache.differentiate(
+            embeddings, batch, info
+        )
+        tally.add_logs(logs)
+        # As large as a gradient that counts k times and is divided by k.
+        count = ops.cast(micro_batches, "float32")
+        gradients = [None if g is None else g * count for g in gradients]
+        self._note_used(gradients)
+        return cotangents, loss, gradients
+
+    # Several micro-batches of one shape, `Batch` of tensors `[k, m, ...]`.
+
+    def scan(self, stacked, share, tally, sums, begun=0, ahead=None):
+        """Run micro-batches, and add up their gradients.
+
+        Args:
+            stacked: `Batch` of tensors `[k, m, ...]`.
+            share: `Share` they belong to.
+            tally: `Tally` of the window.
+            sums: list of tensors, float32.
+            begun: int, or scalar tensor, how many have run before.
+            ahead: pair as in `run`, the cotangents stacked, or `None`.
+
+        Returns:
+            Pair: tensor `[k, n]`, see `run`; and the new sums.
+        """
+        cotangents, loss = ahead or (None, None)
+
+        def body(index, item, sums):
+            batch, cotangents = item
+            row, gradients = self.run(
+                batch,
+                index + begun,
+                share,
+                tally,
+                ahead=(cotangents, loss) if ahead else None,
+            )
+            return row, self.add(sums, gradients)
+
+        return self._backend.scan(
+            body, (stacked, cotangents), length(stacked), sums
+        )
+
+    def scan_weights(self, stacked, share, begun=0):
+        """Add up the denominators of micro-batches; see `measure_weights`."""
+
+        def body(index, batch, carry):
+            return self.measure_weights(batch, index + begun, share), carry
+
+        measured, _ = self._backend.scan(body, stacked, length(stacked))
+        return ops.sum(measured, axis=0)
+
+    def scan_embeddings(self, stacked, share):
+        """Embed micro-batches; see `embed`. Every tensor gets an axis k."""
+
+        def body(index, batch, carry):
+            return self.embed(batch, index, share), carry
+
+        parts, _ = self._backend.scan(
+            body, stacked, share.micro_batches, dtypes=self._cache.dtypes
+        )
+        return parts
+
+
+def length(stacked):
+    """Count the micro-batches of a `Batch` of tensors `[k, m, ...]`."""
+    return ops.shape(tree.flatten(stacked)[0])[0]
+
+
+def _summary(measured, weighing, logs):
+    """Gather what must leave the differentiated function, as tensors."""
+    means, weights = measured.means(), measured.denominators()
+    is_sum = np.array([loss.is_sum for loss in measured.weighted])
+    return {
+        "loss": total_loss(means, measured.weighted, measured.regularization),
+        "numerators": means * where_sum(is_sum, 1.0, weights),
+        "denominators": where_sum(is_sum, 0.0, weights),
+        "regularization": measured.regularization,
+        "weight": measured.weight,
+        "gradient_weight": gradient_weight(measured.weighted, weighing),
+        "samples": measured.samples,
+        "logs": logs,
+    }

@@ -1,0 +1,234 @@
+"""The variables that training moves beside those of model and optimizer."""
+
+import numpy as np
+
+from accumtrainer.keras_api import keras, ops
+from accumtrainer.window.loss_scale import restored_scale
+
+EXTREMES = {
+    "max": (ops.maximum, -np.inf, ops.max),
+    "min": (ops.minimum, np.inf, ops.min),
+}
+"""How logged values merge, where they begin, and how many of them merge."""
+
+
+class Scratch(keras.StatelessScope):
+    """A scope in which nothing that is written to a variable survives.
+
+    Args:
+        variables: list of Keras variables that may be read or written.
+
+    Attributes:
+        strangers_read: dict of further variables that were read, by their id.
+        strangers_written: dict of further variables that were written.
+    """
+
+    def __init__(self, variables):
+        self._before = {id(v): v.value for v in variables}
+        self.strangers_read, self.strangers_written = {}, {}
+        super().__init__([(v, v.value) for v in variables], collect_losses=True)
+        self._before = {
+            id(v): super(Scratch, self).get_current_value(v) for v in variables
+        }
+
+    def get_current_value(self, variable):
+        """Return the value a variable has inside this scope, if it has one."""
+        if id(variable) not in self._before:
+            self.strangers_read[id(variable)] = variable
+        return super().get_current_value(variable)
+
+    def add_update(self, update):
+        """Note a new value of a variable, a pair of both."""
+        if id(update[0]) not in self._before:
+            self.strangers_written[id(update[0])] = update[0]
+        super().add_update(update)
+
+    def has_written(self, variable):
+        """Whether a variable was assigned inside this scope."""
+        value = self.get_current_value(variable)
+        return value is not self._before.get(id(variable))
+
+
+class TrainingState:
+    """Counters, loss scale and random state of a Trainer, as variables.
+
+    Args:
+        seed: int from which the random stream is derived.
+        loss_scale: float, the loss scale to begin with.
+    """
+
+    def __init__(self, *, seed, loss_scale):
+        self.updates = _counter("updates")
+        self.skipped_updates = _counter("skipped_updates")
+        self.consecutive_skips = _counter("consecutive_skips")
+        self.good_windows = _counter("good_windows")
+        self.micro_batches = _counter("micro_batches")
+        self.epoch = _counter("epoch")
+        self.loss_scale = _variable("loss_scale", loss_scale)
+        self.rng = keras.random.SeedGenerator(seed)
+        stream = np.random.SeedSequence(seed).generate_state(1)[0]
+        self.stream = keras.Variable(
+            # An array needs no program of its own to become a tensor.
+            np.asarray(stream),
+            dtype=self.rng.state.dtype,
+            trainable=False,
+            name="stream",
+        )
+
+    @property
+    def counters(self):
+        """Every counter by name."""
+        return {
+            "updates": self.updates,
+            "skipped_updates": self.skipped_updates,
+            "consecutive_skips": self.consecutive_skips,
+            "good_windows": self.good_windows,
+            "micro_batches": self.micro_batches,
+            "epoch": self.epoch,
+        }
+
+    @property
+    def variables(self):
+        """Every variable, in a fixed order."""
+        return [
+            *self.counters.values(),
+            self.loss_scale,
+            self.stream,
+            self.rng.state,
+        ]
+
+    def settle_loss_scale(self, options, *, was_scaled):
+        """Move a loss scale that was put back to where options have it.
+
+        Args:
+            options: `LossScale`, or `None` where the loss is not scaled.
+            was_scaled: whether it was scaled when the scale was saved.
+        """
+        scale = float(ops.convert_to_numpy(self.loss_scale))
+        scale = restored_scale(scale, options, was_scaled=was_scaled)
+        self.loss_scale.assign(scale)
+        if options is None or not was_scaled:
+            self.good_windows.assign(0)
+
+    def seat_rng(self, index):
+        """Point the random stream at one micro-batch of this window.
+
+        Each micro-batch draws from a stream of its own, so that a pass over
+        the window can be replayed from any place.
+
+        Args:
+            index: scalar tensor, int32, index of the micro-batch.
+        """
+        kind = self.rng.state.dtype
+        number = ops.cast(self.micro_batches.value + index, kind)
+        self.rng.state.assign(
+            ops.stack([self.stream.value + number, ops.zeros((), dtype=kind)])
+        )
+
+
+class Tally:
+    """Running sums of losses and logged values, over a window or an epoch.
+
+    Args:
+        losses: int, how many losses a micro-batch has.
+        reductions: dict from log name to `"mean"`, `"sum"`, `"max"` or
+            `"min"`.
+        name: str, prefix of the variables' names.
+    """
+
+    def __init__(self, *, losses, reductions, name):
+        self._losses = losses
+        self._reductions = dict(reductions)
+        # Numerators, denominators, then regularization, weight, samples.
+        self._no_sums = np.zeros(2 * losses + 3, "float32")
+        self._sums = _variable(f"{name}_sums", self._no_sums)
+        self._logs = {
+            key: _variable(f"{name}_{key}", _empty_log(reduce))
+            for key, reduce in self._reductions.items()
+        }
+
+    @property
+    def variables(self):
+        """Every variable, in a fixed order."""
+        return [self._sums, *self._logs.values()]
+
+    @property
+    def merging_rules(self):
+        """How the sums of several tallies become one; see `Merger`."""
+        extremes = {
+            key: reduce if reduce in EXTREMES else "sum"
+            for key, reduce in self._reductions.items()
+        }
+        return [
+            (self._sums, "sum"),
+            *((v, extremes[key]) for key, v in self._logs.items()),
+        ]
+
+    def add(self, numerators, denominators, extras):
+        """Add to the sums.
+
+        Args:
+            numerators: tensor `(losses,)`, float32.
+            denominators: tensor `(losses,)`, float32.
+            extras: list of three scalars: regularization, weight, samples.
+        """
+        added = ops.concatenate([numerators, denominators, ops.stack(extras)])
+        self._sums.assign(self._sums.value + added)
+
+    def add_logs(self, entries):
+        """Merge logged values, `{name: (value, weight)}`."""
+        for name, (value, weight) in entries.items():
+            variable = self._logs[name]
+            reduce = self._reductions[name]
+            if reduce in EXTREMES:
+                merged = EXTREMES[reduce][0](
+                    variable.value, ops.stack([value, weight])
+                )
+            else:
+                amount = value * weight if reduce == "mean" else value
+                merged = variable.value + ops.stack([amount, weight])
+            variable.assign(merged)
+
+    def logs(self):
+        """Reduce the logged values, `{name: (value, weight)}`."""
+        entries = {}
+        for name, variable in self._logs.items():
+            value, weight = variable.value[0], variable.value[1]
+            if self._reductions[name] == "mean":
+                value = ops.divide_no_nan(value, weight)
+            entries[name] = (value, weight)
+        return entries
+
+    def values(self):
+        """Reduce the logged values, `{name: value}`."""
+        return {name: value for name, (value, _) in self.logs().items()}
+
+    def read(self):
+        """Return the sums, as `add` takes them."""
+        count = self._losses
+        # One operation on TensorFlow, where a slice is four.
+        sums = ops.unstack(self._sums.value, len(self._no_sums))
+        numerators = ops.stack(sums[:count])
+        denominators = ops.stack(sums[count : 2 * count])
+        return numerators, denominators, sums[2 * count :]
+
+    def clear(self):
+        """Put every sum back to its beginning."""
+        # Arrays of the host: on JAX every operation outside of a program is
+        # compiled before the first update.
+        self._sums.assign(self._no_sums)
+        for name, variable in self._logs.items():
+            variable.assign(_empty_log(self._reductions[name]))
+
+
+def _empty_log(reduce):
+    start = EXTREMES[reduce][1] if reduce in EXTREMES else 0.0
+    return np.array([start, start if reduce in EXTREMES else 0.0], "float32")
+
+
+def _variable(name, value):
+    return keras.Variable(value, dtype="float32", trainable=False, name=name)
+
+
+def _counter(name):
+    return keras.Variable(0, dtype="int32", trainable=False, name=name)

@@ -1,0 +1,150 @@
+"""What one micro-batch tells about all windows, before the first one runs."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from accumtrainer import errors
+from accumtrainer.keras_api import ops
+from accumtrainer.window.hooks import check_batch, check_gradients
+from accumtrainer.window.objective import metric_variables, total_loss
+from accumtrainer.window.replicas import Share
+from accumtrainer.window.state import Scratch
+
+
+class Survey:
+    """Runs every hook once without effect, and notes what it has seen.
+
+    A hook that returns something of the wrong structure is so refused before
+    training starts.
+
+    Args:
+        hooks: `Hooks`, usually the Trainer.
+        passes: `Passes`.
+        backend: the functions a backend must provide.
+        batch: `Batch` of arrays, one micro-batch.
+
+    Attributes:
+        operations: the names of the operations in the model's computation.
+        losses: list of `WeightedLoss`, of which only the kind counts.
+        loss_names: list of str, their names.
+        is_sum: array `(losses,)`, bool, which of them are no means.
+        reductions: dict from what hooks log to how it is reduced.
+        written: list of the model's non-trainable variables that a pass
+            writes, and of the metrics', but for those of losses that it leaves
+            alone: Keras gives them to a compiled model.
+        moved: list of the model's and the tracked variables that it gives a
+            new value.
+    """
+
+    def __init__(self, hooks, passes, backend, batch):
+        self._hooks = hooks
+        self._passes = passes
+        model = hooks.model
+        book = hooks._log_book
+        book.reductions.clear()
+        with Scratch(passes.variables) as scope:
+            self.operations = backend.trace(self._run, batch)
+            of_losses = {
+                id(variable)
+                for metric in model.metrics
+                if metric.name in ("loss", *self.loss_names)
+                for variable in metric.variables
+            }
+            self.written = [
+                v for v in model.non_trainable_variables if scope.has_written(v)
+            ] + [
+                v
+                for v in metric_variables(model)
+                if id(v) not in of_losses or scope.has_written(v)
+            ]
+        self.reductions = book.reductions
+        self._scope = scope
+
+    def _run(self, batch):
+        hooks, passes, book = self._hooks, self._passes, self._hooks._log_book
+        model = hooks.model
+        book.open()
+        movable = [*model.non_trainable_variables, *passes.tracked]
+        before = [variable.value for variable in movable]
+        info, changed, measured = _measure(hooks, passes, batch)
+        self.losses = measured.weighted
+        self.is_sum = np.array([loss.is_sum for loss in self.losses])
+        self.loss_names = list(measured.losses)
+        zeros = passes.zeros()
+        loss = ops.zeros((), "float32")
+        info = replace(info, loss=loss, weight=measured.weight)
+        gradients = hooks.on_accumulate(zeros, info)
+        check_gradients("on_accumulate", zeros, gradients)
+        self.moved = [
+            variable
+            for variable, value in zip(movable, before, strict=True)
+            if variable.value is not value
+        ]
+        info = replace(
+            info, index=None, is_last=None, weight=None, total_weight=loss
+        )
+        gradients = hooks.on_apply(zeros, info)
+        check_gradients("on_apply", zeros, gradients)
+        hooks.after_apply(info)
+        book.take()
+        passes.learn_embeddings(changed)
+        return total_loss(
+            measured.means(), self.losses, measured.regularization
+        )
+
+    def find_borrowed(self, known):
+        """List what hooks read that is no part of the training.
+
+        Args:
+            known: list of variables that are.
+
+        Raises:
+            ValueError: hooks write to what is not, which nothing would save
+                or put back.
+        """
+        ids = {id(variable) for variable in known}
+        for key, variable in self._scope.strangers_written.items():
+            if key not in ids:
+                raise ValueError(
+                    errors.NOT_TRACKED.format(variable=variable.path)
+                )
+        read = self._scope.strangers_read.items()
+        return [variable for key, variable in read if key not in ids]
+
+
+def survey_losses(hooks, passes, backend, batch):
+    """Run the losses of a micro-batch once without effect.
+
+    Args:
+        hooks: `Hooks`, usually the Trainer.
+        passes: `Passes`.
+        backend: the functions a backend must provide.
+        batch: `Batch` of arrays, one micro-batch.
+
+    Returns:
+        List of `WeightedLoss`, of which only the kind counts.
+    """
+    losses = []
+
+    def run(batch):
+        hooks._log_book.open()
+        _, _, measured = _measure(hooks, passes, batch)
+        hooks._log_book.take()
+        losses.extend(measured.weighted)
+        return measured.means()
+
+    with Scratch(passes.variables):
+        backend.trace(run, batch)
+    return losses
+
+
+def _measure(hooks, passes, batch):
+    """Prepare a micro-batch that is alone, and compute its losses."""
+    share = Share.whole(ops.ones((), "int32"))
+    info = passes.info(ops.zeros((), "int32"), share)
+    changed = hooks.on_micro_batch(batch, info)
+    check_batch(batch, changed)
+    with passes.layers_in_window(info.index):
+        measured = passes.objective.measure(changed, info)
+    return info, changed, measured

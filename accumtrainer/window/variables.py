@@ -1,0 +1,204 @@
+"""What a window keeps in variables: sums, and what it may have to put back."""
+
+import contextlib
+
+from accumtrainer.keras_api import keras, ops
+from accumtrainer.window.objective import is_random_state, metric_variables
+from accumtrainer.window.state import Tally
+
+
+class WindowVariables:
+    """The variables that a window moves, in the model and beside it.
+
+    Args:
+        hooks: `Hooks`, usually the Trainer.
+        state: `TrainingState`.
+        backend: the functions a backend must provide.
+        survey: `Survey`.
+        passes: `Passes`.
+
+    Attributes:
+        window: `Tally` of the window.
+        epoch: `Tally` of the epoch's windows, those that were skipped aside.
+        borrowed: list of variables that hooks read and nobody moves.
+        accumulators: list of variables to which gradients are added from one
+            call to the next; see `make_accumulators`.
+    """
+
+    def __init__(self, hooks, state, backend, survey, passes):
+        self._model = hooks.model
+        self._optimizer = hooks.optimizer
+        self._state = state
+        self._backend = backend
+        self._tracked = passes.tracked
+        self._passes = passes
+        self._of_loss = hooks.variables_of_loss
+        self.borrowed = survey.find_borrowed(
+            [*passes.variables, *self._optimizer.variables, *self._of_loss]
+        )
+        tally = {
+            "losses": len(survey.losses),
+            "reductions": survey.reductions,
+        }
+        self.window = Tally(name="window", **tally)
+        self.epoch = Tally(name="epoch", **tally)
+        self.window.clear()
+        self.epoch.clear()
+        self.accumulators = []
+        undoable = [
+            *(v for v in survey.written if not is_random_state(v)),
+            *(v for v in self._tracked if not is_random_state(v)),
+        ]
+        self._undoable = _unique(undoable)
+        # A window that is run through twice draws the same numbers twice.
+        self._kept = [*self._undoable]
+        if passes.looks_ahead:
+            self._kept += [v for v in survey.written if is_random_state(v)]
+        self.start = [
+            keras.Variable(
+                ops.convert_to_tensor(v),
+                dtype=v.dtype,
+                trainable=False,
+                name=f"start_{position}",
+            )
+            for position, v in enumerate(self._kept)
+        ]
+
+    # What there is.
+
+    @property
+    def parts(self):
+        """What lasts from one window to the next, by part; see `PARTS`."""
+        return {
+            "model": [
+                *self._model.trainable_variables,
+                *self._model.non_trainable_variables,
+            ],
+            "optimizer": list(self._optimizer.variables),
+            "state": self._state.variables,
+            "tracked": self._tracked,
+            "metrics": metric_variables(self._model),
+            "means": self.epoch.variables,
+        }
+
+    @property
+    def passing(self):
+        """What is empty between windows, or written when one begins.
+
+        The accumulators come last, since they may be made last.
+        """
+        return [*self.window.variables, *self.start, *self.accumulators]
+
+    @property
+    def all(self):
+        """Every variable a window reads or changes, each once."""
+        lasting = (v for part in self.parts.values() for v in part)
+        return _unique([*lasting, *self.borrowed, *self.passing])
+
+    @property
+    def moved_by_passes(self):
+        """What micro-batches change before the window is applied."""
+        return [
+            *self._model.non_trainable_variables,
+            *metric_variables(self._model),
+            *self._tracked,
+            *self._state.variables,
+        ]
+
+    @property
+    def read_by_passes(self):
+        """What micro-batches may read; of the optimizer, its numbers."""
+        numbers = [v for v in self._optimizer.variables if not v.shape]
+        known = self._passes.variables
+        return [*known, *self._of_loss, *self.borrowed, *numbers]
+
+    # Sums of gradients that last from one call to the next.
+
+    def make_accumulators(self):
+        """Make what gradients are added to from one call to the next.
+
+        Windows that run in one call need no such memory.
+        """
+        if self.accumulators:
+            return
+        self._backend.publish()
+        self.accumulators = [
+            keras.Variable(
+                lambda shape, dtype: ops.zeros(shape, dtype),
+                shape=v.shape,
+                dtype="float32",
+                trainable=False,
+                name=f"accumulator_{position}",
+            )
+            for position, v in enumerate(self._model.trainable_variables)
+        ]
+
+    def accumulate(self, gradients):
+        """Add gradients to the accumulators, `None` standing for nothing."""
+        for total, gradient in zip(self.accumulators, gradients, strict=True):
+            if gradient is not None:
+                self._backend.add_to(total, gradient)
+
+    @property
+    def accumulated(self):
+        """The sums of gradients, list of tensors, float32."""
+        return [accumulator.value for accumulator in self.accumulators]
+
+    @contextlib.contextmanager
+    def begun_empty(self):
+        """Make a scope in which the sums of losses begin at nothing.
+
+        Between windows they are empty, but a compiler cannot know it. It does
+        if they are emptied first, and put back to what they were last: nobody
+        needs these variables then.
+        """
+        before = self._backend.read(self.window.variables)
+        self.window.clear()
+        yield
+        for variable, value in zip(self.window.variables, before, strict=True):
+            variable.assign(value)
+
+    def clear_sums(self):
+        """Begin with sums of no micro-batches, of losses and of gradients."""
+        self.window.clear()
+        for accumulator in self.accumulators:
+            accumulator.assign(ops.zeros_like(accumulator.value))
+
+    # The beginnings of epochs and windows.
+
+    def start_epoch(self, epoch):
+        """Begin an epoch's running means, and forget a broken-off window."""
+        self._state.epoch.assign(epoch)
+        self.epoch.clear()
+        self.clear_sums()
+        for metric in self._model.metrics:
+            metric.reset_state()
+
+    def keep_start(self, is_first=None):
+        """Remember what may have to be put back.
+
+        Args:
+            is_first: scalar tensor, bool, whether the window begins here;
+                without it, it does.
+        """
+        values = self._backend.read(self._kept)
+        for value, start in zip(values, self.start, strict=True):
+            if is_first is not None:
+                value = ops.where(is_first, value, start.value)
+            start.assign(value)
+
+    def put_back(self):
+        """Put everything back as the window's start has found it."""
+        for variable, start in zip(self._kept, self.start, strict=True):
+            self._backend.write(variable, start.value)
+
+    def undo(self):
+        """Put back what a skipped window changed; what is random stays."""
+        ids = {id(variable) for variable in self._undoable}
+        for variable, start in zip(self._kept, self.start, strict=True):
+            if id(variable) in ids:
+                self._backend.write(variable, start.value)
+
+
+def _unique(variables):
+    return list({id(v): v for v in variables}.values())

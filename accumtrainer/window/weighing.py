@@ -1,0 +1,202 @@
+"""How the micro-batches of a window combine into one gradient.
+
+With `Lᵢ` the mean loss of micro-batch i over its denominator `wᵢ`, the window
+as one big batch has the loss `Σᵢ wᵢ Lᵢ / Σᵢ wᵢ`, and so the gradient
+
+    G = Σᵢ wᵢ ∇Lᵢ / Σᵢ wᵢ
+
+Two arrangements of that sum are used. *One denominator*: differentiate `Lᵢ`,
+weigh the gradient by `wᵢ` in float32, divide once at the end by `Σᵢ wᵢ`.
+*Several denominators* (outputs averaged over different things): differentiate
+`Σₒ k wₒᵢ/Σᵢ wₒᵢ Lₒᵢ`, add the gradients up, divide once at the end by k. The
+factors in front of the losses are of order one, so that float16 does not
+underflow; they need `Σᵢ wₒᵢ` before the first gradient.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from accumtrainer.keras_api import ops
+
+# Stands for a denominator of zero: too small to count beside any other, large
+# enough that a gradient survives being multiplied and divided by it.
+ALMOST_NOTHING = 1e-25
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weighing:
+    """Which arrangement of the sum a window uses.
+
+    Args:
+        rule: `"denominator"` weighs gradients by the one denominator;
+            `"balance"` weighs losses by their share; `"mean"` and `"sum"` are
+            the plain ones, which ignore denominators.
+        needs_totals: whether the window's denominators must be known before
+            its first gradient.
+        is_uniform: whether the one denominator is that of all micro-batches.
+        divides_losses: whether losses are divided in place of that gradient,
+            see `divide_first`.
+    """
+
+    rule: Literal["denominator", "balance", "mean", "sum"]
+    needs_totals: bool = False
+    is_uniform: bool = False
+    divides_losses: bool = False
+
+    def divide_first(self, micro_batches):
+        """Divide losses in place of the window's gradient, if that can be.
+
+        It is the same, but takes one pass less over gradients, which may be
+        large. The loss of a micro-batch that is alone is left as it is.
+
+        Args:
+            micro_batches: k, an int or a scalar tensor.
+
+        Returns:
+            `Weighing`.
+        """
+        is_alone = isinstance(micro_batches, int) and micro_batches == 1
+        is_known = self.rule != "denominator" or self.is_uniform
+        return replace(self, divides_losses=is_known or is_alone)
+
+
+def choose_weighing(losses, *, combine, is_even):
+    """Choose how a window is weighed.
+
+    Args:
+        losses: list of `WeightedLoss`, one micro-batch's.
+        combine: `"exact"`, `"mean"` or `"sum"`.
+        is_even: whether all micro-batches of the window have equal shapes.
+
+    Returns:
+        `Weighing`.
+
+    Example:
+        >>> from accumtrainer.window.losses import WeightedLoss
+        >>> choose_weighing(
+        ...     [WeightedLoss(0.5, 8.0)], combine="exact", is_even=False
+        ... ).rule
+        'denominator'
+    """
+    if combine != "exact":
+        return Weighing(rule=combine)
+    means = [loss for loss in losses if not loss.is_sum]
+    is_uniform = is_even and all(loss.is_uniform for loss in means)
+    if len(means) == 1 and len(losses) == 1:
+        return Weighing(rule="denominator", is_uniform=is_uniform)
+    needs_totals = bool(means) and not is_uniform
+    return Weighing(rule="balance", needs_totals=needs_totals)
+
+
+def loss_factors(losses, weighing, *, micro_batches, totals):
+    """Factors in front of each loss before it is differentiated.
+
+    Args:
+        losses: list of `WeightedLoss`, one micro-batch's.
+        weighing: `Weighing`.
+        micro_batches: scalar tensor, float32, k.
+        totals: tensor `(len(losses),)`, float32, the window's denominators;
+            read only if `weighing.needs_totals`.
+
+    Returns:
+        List of scalars (tensors or Python floats), one per loss.
+    """
+    if weighing.rule != "balance":
+        return [1.0] * len(losses)
+    return [
+        _balance(loss, weighing, micro_batches, totals, i)
+        for i, loss in enumerate(losses)
+    ]
+
+
+def _balance(loss, weighing, micro_batches, totals, position):
+    if loss.is_sum:
+        return micro_batches
+    if not weighing.needs_totals:
+        return 1.0
+    share = ops.divide_no_nan(
+        ops.cast(loss.denominator, "float32"), totals[position]
+    )
+    return micro_batches * share
+
+
+def gradient_weight(losses, weighing):
+    """Weigh one micro-batch's gradient in the window's sum.
+
+    A micro-batch of padding alone has no loss, but its regularizers have a
+    gradient, which a window of nothing else must not lose.
+
+    Args:
+        losses: list of `WeightedLoss`.
+        weighing: `Weighing`.
+
+    Returns:
+        Scalar tensor, float32.
+    """
+    if weighing.rule == "denominator":
+        weight = ops.cast(losses[0].denominator, "float32")
+        return ops.where(ops.equal(weight, 0), ALMOST_NOTHING, weight)
+    return ops.ones((), dtype="float32")
+
+
+def loss_weight(weighing, *, weight, micro_batches):
+    """Weigh one micro-batch's losses, where not its gradient is weighed.
+
+    Args:
+        weighing: `Weighing`.
+        weight: scalar tensor, float32, see `gradient_weight`.
+        micro_batches: scalar tensor, float32, k.
+
+    Returns:
+        Scalar tensor, float32, or a float.
+    """
+    if not weighing.divides_losses:
+        return weight
+    return 1.0 if weighing.rule == "sum" else 1.0 / micro_batches
+
+
+def gradient_divisor(weighing, *, total_weight, micro_batches):
+    """Choose what the window's weighted sum of gradients is divided by.
+
+    Args:
+        weighing: `Weighing`.
+        total_weight: scalar tensor, float32, the sum of gradient weights.
+        micro_batches: scalar tensor, float32, k.
+
+    Returns:
+        Scalar tensor, float32, or `None` if that has been done.
+    """
+    if weighing.divides_losses:
+        return None
+    if weighing.rule == "denominator":
+        return total_weight
+    if weighing.rule == "sum":
+        return ops.ones((), dtype="float32")
+    return micro_batches
+
+
+def window_means(numerators, denominators):
+    """Divide a window's weighted sums of losses by their weights.
+
+    Args:
+        numerators: tensor `(n,)`, float32.
+        denominators: tensor `(n,)`, float32.
+
+    Returns:
+        Tensor `(n,)`, float32, zero where the weight is zero.
+    """
+    return ops.divide_no_nan(numerators, denominators)
+
+
+def where_sum(is_sum, sums, means):
+    """Take one thing for losses that are sums, and another for means.
+
+    Args:
+        is_sum: array `(n,)`, bool, which of the losses are sums.
+        sums: tensor `(n,)` or scalar, float32, for those.
+        means: tensor `(n,)`, float32, for the others.
+
+    Returns:
+        Tensor `(n,)`, float32.
+    """
+    return ops.where(is_sum, sums, means) if is_sum.any() else means

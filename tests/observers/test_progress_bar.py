@@ -1,0 +1,401 @@
+"""What the progress bar shows, when it looks, and what stays behind."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from accumtrainer.keras_api import keras
+from accumtrainer.observers.callback import Dispatcher
+from accumtrainer.observers.logs import Logs
+from accumtrainer.observers.progress_bar import ProgressBar, format_duration
+
+BAR = "━"
+
+
+class Clock:
+    """Shows a time that tests move by hand."""
+
+    def __init__(self):
+        self.secs = 1000.0
+
+    def __call__(self):
+        return self.secs
+
+
+class StubTrainer:
+    """Counts samples, which is all a progress bar asks of a trainer."""
+
+    samples_seen = 0
+
+
+class Session:
+    """Drives a progress bar through a dispatcher, as a trainer would."""
+
+    def __init__(self, mode, *, is_terminal=False, width=120, **params):
+        self.clock = Clock()
+        self.trainer = StubTrainer()
+        self.looks = 0
+        self.file = io.StringIO()
+        console = Console(
+            file=self.file,
+            width=width,
+            force_terminal=is_terminal,
+            force_interactive=is_terminal,
+            force_jupyter=False,
+            legacy_windows=False,
+            color_system=None,
+        )
+        self.bar = ProgressBar(mode, console=console, clock=self.clock)
+        self.dispatcher = Dispatcher(
+            None,
+            model=keras.Sequential(),
+            trainer=self.trainer,
+            params={"epochs": 2, "steps": 4, "samples": None, **params},
+            progress_bar=self.bar,
+        )
+        self.call = self.dispatcher.call
+
+    def fetch(self):
+        self.looks += 1
+        return {"loss": 0.25, "accuracy": 0.875, "learning_rate": 0.1}
+
+    def run_updates(self, *indices, secs=1.0):
+        for index in indices:
+            self.clock.secs += secs
+            self.trainer.samples_seen += 64
+            self.call("on_train_batch_end", index, Logs(self.fetch))
+
+    def run_epoch(self, epoch, logs):
+        self.call("on_epoch_begin", epoch)
+        self.run_updates(0, 1, 2, 3)
+        self.call("on_epoch_end", epoch, logs)
+
+    @property
+    def output(self):
+        return self.file.getvalue()
+
+    @property
+    def frames(self):
+        """Every line written, live ones too, without control sequences."""
+        without_controls = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.output)
+        return [
+            line.rstrip()
+            for line in re.split(r"[\r\n]+", without_controls)
+            if line.strip()
+        ]
+
+
+# --- Plain lines ---
+
+
+def test_plain_mode_writes_one_line_per_epoch():
+    session = Session(2)
+    with session.dispatcher.training():
+        session.run_epoch(0, {"loss": 0.5, "val_loss": 0.75})
+        session.run_epoch(1, {"loss": 0.31249, "val_loss": 0.5})
+    assert session.output == (
+        "Epoch 1/2 · 4/4 updates · 64 samples/s · 4.0 s · loss 0.5"
+        " · val_loss 0.75\n"
+        "Epoch 2/2 · 4/4 updates · 64 samples/s · 4.0 s · loss 0.3125"
+        " · val_loss 0.5\n"
+    )
+
+
+def test_plain_mode_looks_only_when_the_epoch_ends():
+    session = Session(2)
+    with session.dispatcher.training():
+        session.call("on_epoch_begin", 0)
+        session.run_updates(0, 1, 2, 3)
+        assert session.looks == 0
+        session.call("on_epoch_end", 0, Logs(session.fetch))
+    assert session.looks == 1
+
+
+def test_plain_line_is_not_broken_at_the_width():
+    session = Session(2, width=20)
+    with session.dispatcher.training():
+        session.run_epoch(0, {"loss": 0.5, "val_loss": 0.75})
+    assert session.output.count("\n") == 1
+
+
+def test_names_are_written_as_they_are():
+    session = Session(2)
+    with session.dispatcher.training():
+        session.run_epoch(0, {"[bold]loss": 0.5})
+    assert session.output.endswith("· [bold]loss 0.5\n")
+
+
+def test_what_loggers_are_for_is_not_shown():
+    session = Session(2)
+    logs = {"loss": 0.5, "gradient_norm": 1.0, "updates": 4, "applied": True}
+    with session.dispatcher.training():
+        session.run_epoch(0, logs)
+    assert session.output.endswith("4.0 s · loss 0.5\n")
+
+
+def test_separator_suits_an_ascii_terminal():
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    bar = ProgressBar(2, console=Console(file=file), clock=Clock())
+    bar.set_params({"epochs": 1, "steps": 1})
+    bar.on_epoch_begin(0)
+    bar.on_epoch_end(0, {"loss": 0.5})
+    file.seek(0)
+    assert file.read() == "Epoch 1/1 - 0/1 updates - 0.0 s - loss 0.5\n"
+
+
+def test_unlimited_epochs_have_no_total():
+    session = Session(2, epochs=None, steps=None)
+    with session.dispatcher.training():
+        session.run_epoch(6, {"loss": 0.5})
+    assert session.output.startswith("Epoch 7 · 4/4 updates ·")
+
+
+# --- When it is live ---
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_terminal", "has_bar"),
+    [
+        ("auto", True, True),
+        ("auto", False, False),
+        (1, True, True),
+        (1, False, True),
+        (2, True, False),
+        (2, False, False),
+    ],
+)
+def test_mode_and_terminal_decide_on_a_bar(mode, is_terminal, has_bar):
+    session = Session(mode, is_terminal=is_terminal)
+    with session.dispatcher.training():
+        session.run_epoch(0, {"loss": 0.5})
+    assert (BAR in session.output) == has_bar
+    assert ("\x1b" in session.output) == (is_terminal and has_bar)
+    assert session.frames[-1].endswith("4.0 s · loss 0.5")
+
+
+@pytest.mark.parametrize("mode", [0, 3, "bar", None])
+def test_unknown_mode_is_refused(mode):
+    with pytest.raises(ValueError, match=r"mode must be .*Received: mode="):
+        ProgressBar(mode)
+
+
+def test_live_line_shows_progress_speed_and_remaining_time():
+    session = Session(1, is_terminal=True)
+    with session.dispatcher.training():
+        session.call("on_epoch_begin", 0)
+        session.run_updates(0, secs=60.0)
+        session.run_updates(1, 2, secs=0.5)
+        frame = session.frames[-1]
+        session.call("on_epoch_end", 0, {})
+    assert re.fullmatch(
+        rf"Epoch 1/2 {BAR}+\W*3/4 updates · 128 samples/s · ETA 0.5 s"
+        r" · loss 0.25 · accuracy 0.875",
+        frame,
+    )
+
+
+def test_bar_grows_with_the_updates():
+    session = Session(1, is_terminal=True)
+    with session.dispatcher.training():
+        session.call("on_epoch_begin", 0)
+        lengths = []
+        for index in range(4):
+            session.run_updates(index)
+            lengths.append(session.frames[-1].count(BAR))
+        session.call("on_epoch_end", 0, {})
+    assert lengths == sorted(set(lengths))
+
+
+def test_logs_are_looked_at_ten_times_a_second():
+    session = Session(1, is_terminal=True, steps=1000)
+    with session.dispatcher.training():
+        session.call("on_epoch_begin", 0)
+        session.run_updates(*range(1000), secs=1 / 1024)
+        session.call("on_epoch_end", 0, {})
+    assert session.looks == 9
+
+
+def test_live_bar_sent_to_a_file_looks_only_when_the_epoch_ends():
+    session = Session(1, is_terminal=False)
+    with session.dispatcher.training():
+        session.run_epoch(0, {"loss": 0.5})
+    assert session.looks == 0
+    assert session.output.count("\n") == 1
+
+
+def test_live_line_stays_one_line_on_a_narrow_terminal():
+    session = Session(1, is_terminal=True, width=40)
+    with session.dispatcher.training():
+        session.call("on_epoch_begin", 0)
+        session.run_updates(0, 1, 2)
+        frame = session.frames[-1]
+        session.call("on_epoch_end", 0, {})
+    assert frame.startswith("Epoch 1/2 3/4 updates")
+    assert frame.endswith("…")
+    assert len(frame) <= 40
+
+
+def test_unknown_number_of_updates_has_neither_total_nor_eta():
+    session = Session(1, is_terminal=True, steps=None)
+    with session.dispatcher.training():
+        session.call("on_epoch_begin", 0)
+        session.run_updates(0, 1, 2)
+        frame = session.frames[-1]
+        session.call("on_epoch_end", 0, {})
+    assert "3 updates" in frame
+    assert "/3" not in frame
+    assert "ETA" not in frame
+    assert "3/3 updates" in session.frames[-1]
+
+
+def test_more_updates_than_promised_are_shown():
+    session = Session(1, is_terminal=True, steps=2)
+    with session.dispatcher.training():
+        session.run_epoch(0, {"loss": 0.5})
+    assert "4/2 updates" in session.frames[-1]
+
+
+# --- Validation ---
+
+
+def test_validation_time_is_not_training_time():
+    session = Session(2)
+    with session.dispatcher.training():
+        session.call("on_epoch_begin", 0)
+        session.run_updates(0, 1)
+        with session.dispatcher.testing():
+            session.clock.secs += 100
+        session.run_updates(2, 3)
+        with session.dispatcher.testing():
+            session.clock.secs += 100
+        session.clock.secs += 10
+        session.call("on_epoch_end", 0, {"loss": 0.5})
+    assert "· 64 samples/s · 0:03:34 ·" in session.output
+
+
+def test_validation_is_announced_and_its_batches_are_not_counted():
+    session = Session(1, is_terminal=True)
+    with session.dispatcher.training():
+        session.call("on_epoch_begin", 0)
+        session.run_updates(0, 1)
+        with session.dispatcher.testing():
+            session.call("on_test_batch_end", 7, {"loss": 9.0})
+            frame = session.frames[-1]
+        session.call("on_epoch_end", 0, {})
+    assert frame.endswith(
+        "2/4 updates · validating · loss 0.25 · accuracy 0.875"
+    )
+
+
+def test_validation_within_the_epoch_stays_on_its_line():
+    session = Session(1, is_terminal=True)
+    with session.dispatcher.training():
+        session.call("on_epoch_begin", 0)
+        session.call("on_validation_end", 2, {"val_loss": 0.75})
+        session.run_updates(0, 1)
+        assert session.frames[-1].endswith("accuracy 0.875 · val_loss 0.75")
+        session.call("on_epoch_end", 0, {"loss": 0.5})
+        assert session.frames[-1].endswith("loss 0.5 · val_loss 0.75")
+        session.run_epoch(1, {"loss": 0.5})
+    assert session.frames[-1].endswith("loss 0.5")
+
+
+# --- Ends, good and bad ---
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_error_leaves_the_last_line_and_gives_the_cursor_back(error):
+    session = Session(1, is_terminal=True)
+    with pytest.raises(error), session.dispatcher.training():
+        session.call("on_epoch_begin", 0)
+        session.run_updates(0, 1)
+        looks = session.looks
+        raise error
+    assert session.looks == looks
+    assert session.frames[-1].endswith(
+        "2/4 updates · stopped · 2.0 s · loss 0.25 · accuracy 0.875"
+    )
+    assert session.output.rindex("\x1b[?25h") > session.output.rindex(
+        "\x1b[?25l"
+    )
+
+
+def test_error_in_validation_is_survived():
+    session = Session(2)
+    with pytest.raises(ValueError), session.dispatcher.training():
+        session.call("on_epoch_begin", 0)
+        session.run_updates(0)
+        with session.dispatcher.testing():
+            raise ValueError
+    assert session.output.startswith("Epoch 1/2 · 1/4 updates · stopped")
+
+
+def test_error_between_epochs_adds_no_line():
+    session = Session(2)
+    with pytest.raises(ValueError), session.dispatcher.training():
+        session.run_epoch(0, {"loss": 0.5})
+        raise ValueError
+    assert session.output.count("\n") == 1
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_second_fit_starts_afresh(is_terminal):
+    session = Session("auto", is_terminal=is_terminal)
+    for _ in range(2):
+        with session.dispatcher.training():
+            session.run_epoch(0, {"loss": 0.5})
+    assert session.frames[-1].startswith("Epoch 1/2 ")
+    assert session.frames[-1].endswith("64 samples/s · 4.0 s · loss 0.5")
+
+
+def test_epoch_without_updates_has_a_line():
+    session = Session(2)
+    with session.dispatcher.training():
+        session.call("on_epoch_begin", 0)
+        session.call("on_epoch_end", 0)
+    assert session.output == "Epoch 1/2 · 0/4 updates · 0.0 s\n"
+
+
+# --- Evaluation and prediction by themselves ---
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_evaluation_has_a_line_of_its_own(is_terminal):
+    session = Session("auto", is_terminal=is_terminal)
+    with session.dispatcher.testing():
+        for index in range(4):
+            session.clock.secs += 1
+            session.call("on_test_batch_end", index, Logs(session.fetch))
+        session.dispatcher.last_logs = {"loss": 0.5}
+    assert session.frames[-1].startswith("Evaluate ")
+    assert session.frames[-1].endswith("4/4 batches · 4.0 s · loss 0.5")
+
+
+def test_prediction_does_not_look_at_the_outputs():
+    session = Session(1, is_terminal=True)
+    with session.dispatcher.predicting():
+        for index in range(4):
+            session.clock.secs += 1
+            session.call("on_predict_batch_end", index, Logs(session.fetch))
+        session.dispatcher.last_logs = Logs(session.fetch)
+    assert session.looks == 0
+    assert session.frames[-1].endswith("4/4 batches · 4.0 s")
+
+
+# --- Small parts ---
+
+
+@pytest.mark.parametrize(
+    ("secs", "words"),
+    [
+        (0, "0.0 s"),
+        (59.94, "59.9 s"),
+        (59.96, "0:01:00"),
+        (3661, "1:01:01"),
+        (100_000, "1 day, 3:46:40"),
+    ],
+)
+def test_durations_are_written_the_way_people_read_them(secs, words):
+    assert format_duration(secs) == words

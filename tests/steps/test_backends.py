@@ -1,0 +1,512 @@
+"""Claims about backends: each works alone, and both do the same."""
+
+import os
+import subprocess
+import sys
+from importlib import util
+from pathlib import Path
+
+import environments
+import forked
+import numpy as np
+import pytest
+
+from accumtrainer import Accumulation, Callback, NonFiniteError, Trainer
+from accumtrainer.data.batches import ALIGNMENT, empty_for_device
+from accumtrainer.keras_api import BACKEND, keras
+from accumtrainer.observers.callback import HOOKS
+from accumtrainer.steps import make_backend
+
+RUN = Path(__file__).parent / "backend_run.py"
+
+# Stands in front of a script that must get along without a package.
+BLOCK = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == {package!r}:
+            raise ImportError(name + " is blocked")
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+FIT = """
+import numpy as np
+from accumtrainer import Callback, NonFiniteError, Trainer
+from accumtrainer.observers.callback import HOOKS
+from accumtrainer.keras_api import keras
+
+model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+trainer = Trainer(model, optimizer="adam", loss="mse", accumulation=2)
+x, y = np.ones([16, 3]), np.ones([16, 1])
+trainer.fit(x, y, batch_size=4, validation_data=(x, y), verbose=0)
+trainer.predict(x, verbose=0)
+print("updates", trainer.progress.updates)
+"""
+
+
+def run_fresh(arguments, env):
+    """Run Python from its very beginning."""
+    return subprocess.run(
+        [sys.executable, *arguments], env=env, capture_output=True, text=True
+    )
+
+
+def train(path, *options, backend=BACKEND):
+    """Train the models of `RUN` on a backend, and return their weights."""
+    run = forked.run if backend == BACKEND else run_fresh
+    done = run(
+        [str(argument) for argument in (RUN, path, *options)],
+        environments.of_one_backend(backend=backend),
+    )
+    assert done.returncode == 0, done.stderr
+    return np.load(path)
+
+
+def small_trainer(**options):
+    model = keras.Sequential(
+        [
+            keras.Input([3]),
+            keras.layers.Dense(4),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.5),
+            keras.layers.Dense(1),
+        ]
+    )
+    return Trainer(
+        model, optimizer="adam", loss="mse", accumulation=2, **options
+    )
+
+
+# An environment may have one backend only, and the suite runs in either.
+needs_both_backends = pytest.mark.skipif(
+    not (util.find_spec("jax") and util.find_spec("tensorflow")),
+    reason="runs TensorFlow and JAX, of which one is not installed",
+)
+# Such a test starts a process per backend, whichever is in use here.
+once_is_enough = pytest.mark.skipif(
+    BACKEND == "jax", reason="runs both backends itself, so once is enough"
+)
+
+
+def assert_close(weights, others, model):
+    """Compare the weights of a model that two runs have saved."""
+    names = [name for name in weights if name.startswith(model)]
+    largest = max(abs(weights[name]).max() for name in names)
+    for name in names:
+        difference = weights[name] - others[name]
+        assert abs(difference).max() <= 1e-5 * largest, name
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Give the weights of undisturbed runs, dict by backend."""
+    folder = tmp_path_factory.mktemp("whole")
+    return {
+        backend: train(folder / f"{backend}.npz", backend=backend)
+        for backend in ("tensorflow", "jax")
+    }
+
+
+@needs_both_backends
+@once_is_enough
+def test_backends_agree_after_twenty_updates(whole):
+    assert set(whole["tensorflow"]) == set(whole["jax"])
+    for model in ("make_mlp", "make_conv", "make_transformer"):
+        assert_close(whole["jax"], whole["tensorflow"], model)
+
+
+@needs_both_backends
+@once_is_enough
+@pytest.mark.parametrize(
+    ("first", "second"), [("tensorflow", "jax"), ("jax", "tensorflow")]
+)
+def test_run_of_one_backend_goes_on_with_the_other(
+    tmp_path, whole, first, second
+):
+    saving = ("--checkpoints", tmp_path / "checkpoints")
+    begun = train(
+        tmp_path / "begun.npz", "--updates", 7, *saving, backend=first
+    )
+    with pytest.raises(AssertionError):
+        assert_close(begun, whole[second], "make_mlp")
+    gone_on = train(tmp_path / "gone_on.npz", *saving, backend=second)
+    assert_close(gone_on, whole[second], "make_mlp")
+
+
+@pytest.mark.parametrize("other", ["tensorflow", "jax"])
+def test_backend_trains_without_the_other_one(other):
+    if other == BACKEND:
+        pytest.skip("is about the backend that is not in use")
+    code = BLOCK.format(package=other) + FIT
+    done = run_fresh(["-c", code], os.environ)
+    assert "updates 2" in done.stdout, done.stderr
+
+
+def test_unsupported_backend_is_refused_with_the_supported_ones(monkeypatch):
+    monkeypatch.setattr("accumtrainer.steps.BACKEND", "torch")
+    with pytest.raises(ImportError, match=r"tensorflow or jax.*'torch'"):
+        make_backend()
+
+
+jax_only = pytest.mark.skipif(
+    BACKEND != "jax", reason="is about arrays that JAX is given for good"
+)
+
+
+@jax_only
+def test_window_moves_nothing_implicitly_between_host_and_device():
+    import jax
+
+    guarded = []
+
+    class Guard(Callback):
+        looks_at_model = False
+
+        def on_train_batch_begin(self, batch, logs=None):
+            jax.config.update("jax_transfer_guard", "disallow")
+
+        def on_train_batch_end(self, batch, logs=None):
+            jax.config.update("jax_transfer_guard", "allow")
+            guarded.append(batch)
+
+    x, y = np.ones([16, 3], "float32"), np.ones([16, 1], "float32")
+    trainer = small_trainer()
+    try:
+        trainer.fit(x, y, batch_size=4, callbacks=[Guard()], verbose=0)
+    finally:
+        jax.config.update("jax_transfer_guard", "allow")
+    assert guarded == [0, 1]
+
+
+@jax_only
+def test_array_kept_by_a_callback_outlives_the_next_update():
+    kept = []
+    x, y = np.ones([16, 3], "float32"), np.ones([16, 1], "float32")
+    trainer = small_trainer()
+    keep = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: kept.append(
+            trainer.model.trainable_variables[0].value
+        )
+    )
+    trainer.fit(x, y, batch_size=4, callbacks=[keep], verbose=0)
+    first, second = map(np.asarray, kept)
+    assert not np.array_equal(first, second)
+
+
+@jax_only
+def test_variables_may_share_an_array_when_training_begins():
+    trainer = small_trainer()
+    teacher = trainer.track(keras.Variable(np.zeros([3, 4], "float32")))
+    teacher.assign(trainer.model.trainable_variables[0])
+    before = np.asarray(teacher.value)
+    x, y = np.ones([16, 3], "float32"), np.ones([16, 1], "float32")
+    trainer.fit(x, y, batch_size=4, verbose=0)
+    np.testing.assert_array_equal(np.asarray(teacher.value), before)
+
+
+@jax_only
+def test_evaluation_returns_no_weights_it_has_only_read():
+    trainer = small_trainer()
+    x, y = np.ones([16, 3], "float32"), np.ones([16, 1], "float32")
+    trainer.fit(x, y, batch_size=4, verbose=0)
+    before = [variable.value for variable in trainer.model.weights]
+    trainer.evaluate(x, y, batch_size=4, verbose=0)
+    trainer.predict(x, verbose=0)
+    after = [variable.value for variable in trainer.model.weights]
+    assert all(a is b for a, b in zip(before, after, strict=True))
+
+
+@jax_only
+def test_program_is_given_what_it_reads_and_nothing_else():
+    import jax
+
+    from accumtrainer.steps.jax.programs import (
+        changed_positions,
+        read_positions,
+    )
+
+    def program(variables, x):
+        read, unused, added, copied_to, copied = variables
+        return read * x, [read, unused, added + x, copied, copied]
+
+    closed = jax.make_jaxpr(program)([1.0, 2.0, 3.0, 4.0, 5.0], 6.0)
+    assert read_positions(closed, 5) == {0, 2, 4}
+    assert changed_positions(closed, 5) == [2, 3]
+
+
+def fit_lengths(trainer, lengths):
+    """Train on micro-batches of sequences, two of each length."""
+    trainer.fit(
+        [
+            (np.ones([2, length, 3], "float32"), np.ones([2, 1], "float32"))
+            for length in lengths
+            for _ in range(2)
+        ],
+        verbose=0,
+    )
+
+
+def sequence_trainer(accumulation):
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input([None, 3]),
+            layers.GlobalAveragePooling1D(),
+            layers.Dense(1),
+        ]
+    )
+    return Trainer(
+        model, optimizer="sgd", loss="mse", accumulation=accumulation
+    )
+
+
+@jax_only
+@pytest.mark.parametrize(
+    "accumulation",
+    [pytest.param(2, id="fused"), pytest.param(4, id="streamed")],
+)
+def test_fourth_shape_is_warned_of_once_with_the_remedy(accumulation):
+    trainer = sequence_trainer(accumulation)
+    fit_lengths(trainer, [4, 5, 6, 4])
+    with pytest.warns(UserWarning, match="fourth .* 7, 3.*buckets.*pad") as all:
+        fit_lengths(trainer, [7, 4])
+        fit_lengths(trainer, [8, 9, 10, 11])
+    assert len(all) == 1
+
+
+tensorflow_only = pytest.mark.skipif(
+    BACKEND != "tensorflow", reason="is about what TensorFlow does of its own"
+)
+
+MEMORY = empty_for_device((48,), np.dtype("float32"))
+MEMORY[:] = np.arange(48)
+
+
+@tensorflow_only
+@pytest.mark.parametrize(
+    "array",
+    [
+        MEMORY[:20].reshape(4, 5),
+        MEMORY[1:21].reshape(4, 5),
+        MEMORY[:40].reshape(4, 10)[:, ::2],
+        np.broadcast_to(MEMORY[:5], [4, 5]),
+        MEMORY[:20].astype(">i4").reshape(4, 5),
+        MEMORY[:20].astype("int64").reshape(4, 5),
+        MEMORY[:20].astype("float16").reshape(4, 5),
+        MEMORY[:20].reshape(4, 5) > 3,
+        MEMORY[:20].astype("S2").reshape(4, 5),
+        np.float32(3),
+    ],
+    ids=lambda array: f"{array.dtype}{array.strides}",
+)
+def test_arrays_become_tensors_wherever_they_begin(array):
+    from accumtrainer.steps.tensorflow.programs import to_tensor
+
+    tensor = to_tensor(array)
+    assert tensor.dtype == array.dtype.newbyteorder("=")
+    np.testing.assert_array_equal(tensor.numpy(), array)
+    if array.dtype.kind in "iuf":
+        # Arithmetic insists on memory that begins well, or ends the process.
+        np.testing.assert_array_equal((tensor + tensor).numpy(), array + array)
+
+
+@pytest.mark.parametrize("jit_compile", [True, False])
+@pytest.mark.parametrize("size", [32, 128])
+def test_window_whose_memory_a_device_shares_is_left_as_it_is(
+    rng, size, jit_compile
+):
+    x = rng.normal(size=[256, 512]).astype("float32")
+    layers = [keras.layers.Rescaling(2.0), keras.layers.Dense(1)]
+    trainer = Trainer(
+        keras.Sequential([keras.Input([512]), *layers]),
+        optimizer="sgd",
+        loss="mse",
+        accumulation=Accumulation(micro_batch_size=size),
+        jit_compile=jit_compile,
+    )
+    trainer.fit(x, x[:, :1], batch_size=128, shuffle=False, verbose=0)
+    received = trainer.last_window.stacked.x
+    assert received.ctypes.data % ALIGNMENT == 0
+    np.testing.assert_array_equal(received.reshape(x[128:].shape), x[128:])
+
+
+@tensorflow_only
+def test_many_shapes_are_no_matter_on_tensorflow():
+    fit_lengths(sequence_trainer(4), [4, 5, 6, 7, 8, 9])
+
+
+def test_callback_reads_the_weights_of_each_update_and_may_write_them():
+    seen = []
+
+    class Reset(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(self.model.get_weights()[0])
+            self.model.set_weights(
+                [np.zeros_like(w) for w in self.model.get_weights()]
+            )
+
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    trainer = Trainer(model, optimizer="sgd", loss="mse", accumulation=2)
+    x, y = np.ones([16, 3], "float32"), np.ones([16, 1], "float32")
+    trainer.fit(x, y, batch_size=4, epochs=2, callbacks=[Reset()], verbose=0)
+    # From zero weights the update of these data is always the same one.
+    assert len(seen) == 4
+    np.testing.assert_array_equal(seen[1], seen[2])
+    assert not np.array_equal(seen[0], seen[1])
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    """Give a Trainer whose steps are compiled once."""
+    return small_trainer(metrics=["mae"])
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_callback_reads_what_is_current_at_every_hook(trainer, hook):
+    seen = []
+
+    class Looks(Callback):
+        """Has one hook, as another that looks would do for this one."""
+
+    def look(self, *_, **__):
+        iterations = int(self.trainer.optimizer.iterations)
+        seen.append(iterations - self.trainer.progress.updates)
+        for variable in self.model.variables:
+            keras.ops.convert_to_numpy(variable)
+
+    setattr(Looks, hook, look)
+    x, y = np.ones([16, 3], "float32"), np.ones([16, 1], "float32")
+    options = {"batch_size": 4, "callbacks": [Looks()], "verbose": 0}
+    trainer.fit(x, y, epochs=2, validation_data=(x, y), **options)
+    trainer.evaluate(x, y, **options)
+    trainer.predict(x, **options)
+    # Micro-batches are told of when the update has been made.
+    late = 1 if hook in ("on_micro_batch", "on_accumulate") else 0
+    assert seen and set(seen) == {late}
+
+
+def test_metrics_are_current_after_an_error_amid_an_evaluation(trainer):
+    class Fails(Callback):
+        looks_at_model = False
+
+        def on_test_batch_begin(self, batch, logs=None):
+            if batch == 1:
+                raise RuntimeError("stop here")
+
+    x, y = np.ones([16, 3], "float32"), np.ones([16, 1], "float32")
+    with pytest.raises(RuntimeError, match="stop here"):
+        trainer.evaluate(x, y, batch_size=4, callbacks=[Fails()], verbose=0)
+    counts = {
+        float(keras.ops.convert_to_numpy(variable))
+        for metric in trainer.model.metrics
+        for variable in metric.variables
+        if variable.path.endswith("count")
+    }
+    assert 4 in counts
+
+
+def test_model_is_current_after_too_many_skipped_batches():
+    trainer = small_trainer(max_consecutive_skips=1)
+    x, y = np.full([4, 3], np.nan, "float32"), np.ones([4, 1], "float32")
+    trainer.train_on_batch(x, y)
+    with pytest.raises(NonFiniteError):
+        trainer.train_on_batch(x, y)
+    assert all(np.isfinite(w).all() for w in trainer.model.get_weights())
+
+
+def test_ctrl_c_while_callbacks_are_closed_is_heeded(trainer):
+    import signal
+
+    class Interrupts(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            signal.raise_signal(signal.SIGINT)
+
+    x, y = np.ones([16, 3], "float32"), np.ones([16, 1], "float32")
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(x, y, batch_size=4, callbacks=[Interrupts()], verbose=0)
+
+
+def test_ctrl_c_amid_a_batch_loses_no_weights(monkeypatch):
+    import signal
+
+    from accumtrainer.training.engine import Engine
+
+    run_window = Engine.run_window
+
+    def interrupted(self, window):
+        signal.raise_signal(signal.SIGINT)
+        return run_window(self, window)
+
+    trainer = small_trainer()
+    x, y = np.ones([16, 3], "float32"), np.ones([16, 1], "float32")
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "run_window", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train_on_batch(x, y)
+    assert trainer.progress.updates == 1
+    assert all(np.isfinite(w).all() for w in trainer.model.get_weights())
+
+
+@pytest.mark.parametrize("name", ["evaluate", "predict"])
+def test_ctrl_c_lets_the_running_batch_of_a_pass_finish(trainer, name):
+    import signal
+
+    begun, ended = [], []
+    passes = {"evaluate": "test", "predict": "predict"}
+
+    class Interrupts(Callback):
+        """Presses Ctrl-C when the second batch begins."""
+
+    def begin(self, batch, logs=None):
+        begun.append(batch)
+        if batch == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    hook = f"on_{passes[name]}_batch"
+    setattr(Interrupts, f"{hook}_begin", begin)
+    setattr(Interrupts, f"{hook}_end", lambda _, n, logs=None: ended.append(n))
+    x, y = np.ones([16, 3], "float32"), np.ones([16, 1], "float32")
+    data = {"evaluate": (x, y), "predict": (x,)}[name]
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(trainer, name)(
+            *data, batch_size=4, callbacks=[Interrupts()], verbose=0
+        )
+    assert begun == ended == [0, 1]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_model_is_current_after_an_error_in_a_callback():
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 2:
+                raise RuntimeError("stop here")
+
+    trainer = small_trainer()
+    x, y = np.ones([32, 3], "float32"), np.ones([32, 1], "float32")
+    with pytest.raises(RuntimeError, match="stop here"):
+        trainer.fit(x, y, batch_size=4, callbacks=[Fails()], verbose=0)
+    assert all(np.isfinite(w).all() for w in trainer.model.get_weights())
+    iterations = keras.ops.convert_to_numpy(trainer.optimizer.iterations)
+    assert trainer.progress.updates == iterations == 2
+
+
+def test_ctrl_c_lets_the_running_window_finish():
+    import signal
+
+    class Interrupts(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 1:
+                signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    trainer = small_trainer()
+    x, y = np.ones([32, 3], "float32"), np.ones([32, 1], "float32")
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(x, y, batch_size=4, callbacks=[Interrupts()], verbose=0)
+    assert trainer.progress.updates == 2
+    assert signal.getsignal(signal.SIGINT) is before
+    trainer.fit(x, y, batch_size=4, verbose=0)
+    assert trainer.progress.updates == 6

@@ -1,0 +1,40 @@
+"""What the processes that tests start find in their environment."""
+
+import os
+from pathlib import Path
+
+BACKEND = os.environ["KERAS_BACKEND"]
+WITHOUT_TENSORFLOW = Path(__file__).with_name("without_tensorflow")
+
+
+def of_one_backend(left_out=(), backend=BACKEND):
+    """Copy the environment for a process that uses one backend alone.
+
+    On JAX it finds no TensorFlow: where Keras does, it imports it to seed it,
+    which takes every process four seconds.
+
+    Args:
+        left_out: names of variables that the process shall not have.
+        backend: name of the backend, by default this process's.
+
+    Returns:
+        Dict of str.
+    """
+    environment = os.environ | {"KERAS_BACKEND": backend}
+    if backend == "jax":
+        paths = [str(WITHOUT_TENSORFLOW), os.environ.get("PYTHONPATH")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return {k: v for k, v in environment.items() if k not in left_out}
+
+
+def beside(file):
+    """Copy the environment for a process that imports a test file.
+
+    Args:
+        file: path of the test file, beside which it finds its own kind.
+
+    Returns:
+        Dict of str.
+    """
+    paths = [str(Path(file).parent), str(Path(__file__).parent)]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
