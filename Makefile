@@ -53,8 +53,8 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 $(TESTS): test-%: $(INSTALLED)
 	KERAS_BACKEND=$* $(BIN)/python -m pytest -n 2 $(BY_FILE) $(PYTEST_ARGS)
 
-# tests/support/keras_core_contract.py says which of their tests Keras Core is held to;
-# this prints which of those it cannot pass, and why.
+# tests/support/keras_core_contract.py says which of their tests Keras Core is
+# held to; this prints which of those it cannot pass, and why.
 ON_KERAS_CORE := $(wildcard $(patsubst %,tests/*/test_%.py, \
 	keras_core exactness exactness_losses exactness_outputs \
 	exactness_optimizers exactness_fit schedules loss_scaling hooks \

@@ -19,77 +19,27 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "accumtrainer"
 CALLBACKS = ROOT / "callbacks"
 
-# The modules of the package; each imports only from those above it. What lies
-# in `steps/` counts as one. A new file goes where its imports allow.
-MODULE_ORDER = (
-    "errors",
-    "on_keras",
-    "on_keras_core",
-    "keras_api",
-    "layers",
-    "config",
-    "batch_scaling",
-    "fit_options",
-    "progress",
-    "batches",
-    "position",
-    "source",
-    "array_source",
-    "loader_sources",
-    "sources",
-    "process_sources",
-    "losses",
-    "accumulation",
-    "loss_scale",
-    "clipping",
-    "hooks",
-    "logs",
-    "callback",
-    "logger",
-    "progress_bar",
-    "objective",
-    "state",
-    "replicas",
-    "memory",
-    "other_trainers",
-    "construction",
-    "gradient_cache",
-    "passes",
-    "survey",
-    "window_variables",
-    "update",
-    "shared_window",
-    "window",
-    "evaluation",
-    "steps",
-    "evaluator",
-    "snapshot",
-    "device",
-    "in_flight",
-    "sizing",
-    "inspection",
-    "equivalence",
-    "engine",
-    "signals",
-    "checkpoint",
-    "fit_batches",
-    "callback_state",
-    "saving",
-    "input_checks",
-    "validation",
-    "loop",
-    "trainer",
-    "window_losses",
-    "window_loss",
-    "inside_fit",
-    "__init__",
+# The wings of the package, from the ground up. Each imports only from those
+# below it; those of one floor know nothing of each other. A new file goes into
+# the wing of its subject, and a new wing where its imports allow.
+FLOORS = (
+    ("errors", "config", "progress"),
+    ("keras_api",),
+    ("layers",),
+    ("data", "observers"),
+    ("window", "saving"),
+    ("steps",),
+    ("diagnosis",),
+    ("training",),
+    ("trainer",),
+    ("window_losses", "window_loss_trainer"),
+    ("inside_fit",),
+    ("__init__",),
 )
+FLOOR_OF = {wing: i for i, floor in enumerate(FLOORS) for wing in floor}
 
 # The files that decide which Keras is used, and know its private names.
-KERAS_FILES = [
-    PACKAGE / name
-    for name in ("keras_api.py", "on_keras.py", "on_keras_core.py")
-]
+KERAS_FILES = sorted((PACKAGE / "keras_api").glob("*.py"))
 
 BACKENDS = {"tensorflow", "jax", "torch"}
 OPTIONAL_TOOLS = {"wandb", "matplotlib"}
@@ -152,19 +102,30 @@ def origin_of(node, file):
     return ".".join([*above, node.module] if node.module else above)
 
 
-def module_of(file):
-    """Name the place of a package's file in `MODULE_ORDER`."""
+def wing_of(file):
+    """Name the wing of a package's file."""
     return file.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
-def refused_import(module, name):
-    """Return whether `module` of the package may not import `name`."""
+def refused_import(wing, name):
+    """Return whether `wing` of the package may not import `name`."""
     package, _, rest = name.partition(".")
     target = rest.partition(".")[0]
-    if package != "accumtrainer" or module == target == "steps":
+    if package != "accumtrainer" or wing == target:
         return False
-    above = MODULE_ORDER[: MODULE_ORDER.index(module)]
-    return target not in above
+    return FLOOR_OF[target] >= FLOOR_OF[wing]
+
+
+def imported_files(file):
+    """List the package's files that a file of the package imports."""
+    found = set()
+    for name in imported_names(file):
+        place = ROOT.joinpath(*name.split("."))
+        modules = (place, place.parent)
+        candidates = [m.with_suffix(".py") for m in modules]
+        candidates += [m / "__init__.py" for m in modules]
+        found.update(c for c in candidates if c in PACKAGE_FILES)
+    return found - {file, PACKAGE / "__init__.py"}
 
 
 class PrivateName(NamedTuple):
@@ -278,8 +239,8 @@ def test_importing_works_without_the_tools_and_the_other_backends():
 @each(SHIPPED_FILES)
 def test_only_the_backend_files_in_steps_import_a_backend(file):
     imported = {name.partition(".")[0] for name in imported_names(file)}
-    named = {file.stem.partition("_")[0]}
-    allowed = named if file.parent == PACKAGE / "steps" else set()
+    is_backend = file.parent.parent == PACKAGE / "steps"
+    allowed = {file.parent.name} if is_backend else set()
     assert not (imported & BACKENDS) - allowed
 
 
@@ -290,24 +251,32 @@ def test_keras_is_imported_through_keras_api(file):
 
 
 @each(PACKAGE_FILES)
-def test_package_file_has_its_place_in_the_module_order(file):
-    assert module_of(file) in MODULE_ORDER, (
-        f"{file.name} has no place in MODULE_ORDER of this test. "
-        f"Add {module_of(file)!r} below every module it imports and above "
-        "every module that imports it."
+def test_package_file_is_in_a_known_wing(file):
+    assert wing_of(file) in FLOOR_OF, (
+        f"{wing_of(file)!r} has no place in FLOORS of this test. Put the file "
+        "into the wing of its subject, or add a wing above all it imports."
     )
 
 
-@each([file for file in PACKAGE_FILES if module_of(file) in MODULE_ORDER])
-def test_package_file_imports_only_modules_above_it(file):
-    module = module_of(file)
+@each([file for file in PACKAGE_FILES if wing_of(file) in FLOOR_OF])
+def test_package_file_imports_only_wings_below_its_own(file):
+    wing = wing_of(file)
     refused = [
-        name for name in imported_names(file) if refused_import(module, name)
+        name for name in imported_names(file) if refused_import(wing, name)
     ]
     assert not refused, (
-        f"{module} may import only what stands above it in MODULE_ORDER. "
-        f"Received: {refused}. Move the code that both need further up."
+        f"{wing} may import only what stands below it in FLOORS. Received: "
+        f"{refused}. Move the code that both need further down."
     )
+
+
+def test_no_file_of_the_package_imports_itself_by_way_of_others():
+    # Front pages aside, which gather what their wings have.
+    files = [file for file in PACKAGE_FILES if file.name != "__init__.py"]
+    left = {file: imported_files(file).intersection(files) for file in files}
+    while free := [file for file, needed in left.items() if not needed]:
+        left = {k: v.difference(free) for k, v in left.items() if v}
+    assert not left, f"These import each other: {sorted(left)}."
 
 
 @each(CALLBACK_FILES)

@@ -1,7 +1,7 @@
 """The one place that decides which Keras this library stands on.
 
 Every other module imports `keras`, `ops` and `tree` from here. What differs
-between Keras 3 and Keras Core is in `on_keras.py` and `on_keras_core.py`,
+between Keras 3 and Keras Core is in `keras3.py` and `keras_core.py`,
 which nothing else imports. Private names are used only there and by the
 functions at the end of this file, each with its reason;
 `tests/keras_api/test_keras_api.py` notices when one of them changes.

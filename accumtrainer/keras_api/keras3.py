@@ -1,6 +1,6 @@
 """What the package asks of Keras beyond its public names, answered by Keras 3.
 
-`keras_api.py` is the only reader. `on_keras_core.py` answers the same
+`__init__.py` is the only reader. `keras_core.py` answers the same
 questions for Keras Core. Each private name stands here with its reason;
 `tests/keras_api/test_keras_api.py` notices when one of them changes.
 """

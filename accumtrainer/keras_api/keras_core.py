@@ -1,6 +1,6 @@
 """What the package asks of Keras, answered by Keras Core 0.1.7.
 
-`keras_api.py` is the only reader. Keras Core is Keras 3 before its first
+`__init__.py` is the only reader. Keras Core is Keras 3 before its first
 release: most names are there, some are missing, and a few things are computed
 wrongly. What is missing is made here of what there is; what would be wrong is
 computed rightly here, or refused. `tests/keras_api/test_keras_core.py` holds

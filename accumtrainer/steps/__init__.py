@@ -1,7 +1,7 @@
 """The compiled step: how a window is run on a backend.
 
-Only the files named after a backend import one: `tensorflow.py` and `jax.py`
-say what a backend must do itself, those beside them how.
+Only the folders named after a backend import one: their `backend.py` says what
+a backend must do itself, the files beside it how.
 """
 
 from accumtrainer import errors
@@ -38,7 +38,7 @@ def make_backend(*, run_eagerly=False, model=None):
             several; `None` to keep to one device.
 
     Returns:
-        An object with the methods of `steps.tensorflow.TensorFlowBackend`.
+        An object with the methods of `TensorFlowBackend`.
 
     Raises:
         ImportError: the backend is not supported.

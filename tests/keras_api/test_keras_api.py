@@ -1,4 +1,4 @@
-"""The private Keras names in `keras_api.py` still do what they are used for."""
+"""The private Keras names in `keras_api` still do what they are used for."""
 
 import runpy
 

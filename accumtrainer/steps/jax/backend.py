@@ -1,7 +1,7 @@
 """What JAX must do itself: differentiate, loop, branch, compile, hold state.
 
 Compiled functions take the values of a program's variables as arrays, which
-are held in `jax_programs` in between. The Keras variables are made current by
+are held in `programs` in between. The Keras variables are made current by
 `publish`, which whoever lets host code look must call first.
 """
 
