@@ -332,7 +332,7 @@ class FitAccumulator(Hooks):
     def _prepare(self, batch):
         """Build what is missing before the first micro-batch of a `fit`."""
         if self._program is not None:
-            self._program.learn_losses(batch)
+            self._program.learn(batch)
             return
         check_dense(batch)
         self._backend.publish()

@@ -31,6 +31,11 @@ class BatchwiseProgram:
         """Every variable a window may change, each once."""
         return self._program.variables
 
+    @property
+    def revision(self):
+        """See `WindowProgram.revision`."""
+        return self._program.revision
+
     def make_accumulators(self):
         """See `WindowProgram.make_accumulators`."""
         self._program.make_accumulators()
@@ -117,17 +122,7 @@ class BatchwiseStep:
         self._applied = _Layout()
         self._constants = {}
 
-        def compiled(function):
-            return backend.compile(
-                function, program, jit_compile=plan.jit_compile
-            )
-
-        self._add = compiled(
-            lambda *arguments: self._open.pack(program.add(*arguments))
-        )
-        self._apply = compiled(
-            lambda count: self._applied.pack(program.apply(count, True))
-        )
+        self._program = program
 
     def run(self, window):
         """Run a whole window.
@@ -152,7 +147,12 @@ class BatchwiseStep:
             `Report` of the epoch so far, and of nothing else.
         """
         count = self._constant(micro_batches)
-        packed = self._add(batch, self._constant(index), count)
+
+        def run(*arguments):
+            return self._open.pack(self._program.add(*arguments))
+
+        add = self._step.function("add", run)
+        packed = add(batch, self._constant(index), count)
         return Report(self._open, packed, [])
 
     def apply(self, micro_batches):
@@ -164,7 +164,12 @@ class BatchwiseStep:
         Returns:
             `Report`.
         """
-        packed = self._apply(self._constant(micro_batches))
+
+        def run(count):
+            return self._applied.pack(self._program.apply(count, True))
+
+        apply = self._step.function("apply open", run)
+        packed = apply(self._constant(micro_batches))
         return Report(self._applied, packed, [])
 
     def _constant(self, number):

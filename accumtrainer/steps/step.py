@@ -200,6 +200,7 @@ class Step:
             function, program, jit_compile=plan.jit_compile
         )
         self._functions = {}
+        self._revision = program.revision
 
     def run(self, window):
         """Run one window.
@@ -240,7 +241,7 @@ class Step:
             return self._layout.pack(report), rows
 
         measures = self._program.measures_gradients
-        return self._function(("window", measures), run)
+        return self.function(("window", measures), run)
 
     def peak_bytes(self, window):
         """Predict the most memory of a device that a window takes.
@@ -285,7 +286,7 @@ class Step:
         def apply(count):
             return self._layout.pack(self._program.apply(count, is_even))
 
-        return self._function(("apply", is_even), apply)
+        return self.function(("apply", is_even), apply)
 
     def gradients(self, window):
         """Compute the gradients of a window, and apply nothing.
@@ -304,7 +305,7 @@ class Step:
         def take(count):
             return self._program.take_gradients(count, is_even)
 
-        take = self._function(("take", is_even), take)
+        take = self.function(("take", is_even), take)
         return (*take(self._count(window)), rows)
 
     def _count(self, window):
@@ -332,13 +333,13 @@ class Step:
             )
 
         measures = self._program.measures_gradients
-        return self._function(("micro_batch", is_even, measures), run)
+        return self.function(("micro_batch", is_even, measures), run)
 
     def _totals(self, batches, indices, count, is_even):
         """Measure the window's denominators where they are needed first."""
         if not self._program.needs_totals(is_even):
             return self._constant(0.0, "float32")
-        measure = self._function("weights", self._program.measure_weights)
+        measure = self.function("weights", self._program.measure_weights)
         calls = [(b, i, count) for b, i in zip(batches, indices, strict=True)]
         return sum(self._each(measure, calls, is_even))
 
@@ -350,11 +351,11 @@ class Step:
         """
         if not self._program.looks_ahead(len(batches)):
             return [None] * len(batches)
-        embed = self._function("embed", self._program.embed)
+        embed = self.function("embed", self._program.embed)
         parts = [
             embed(b, i, count) for b, i in zip(batches, indices, strict=True)
         ]
-        differentiate = self._function(
+        differentiate = self.function(
             "differentiate", self._program.differentiate
         )
         return differentiate(parts, count)
@@ -365,7 +366,19 @@ class Step:
             self._backend.expect(function, calls)
         return [function(*call) for call in calls]
 
-    def _function(self, key, function):
+    def function(self, key, function):
+        """Compile a function of the program, once for all that it keeps.
+
+        Args:
+            key: hashable, what to find it by again.
+            function: takes nests of tensors, returns a nest of tensors.
+
+        Returns:
+            The compiled function.
+        """
+        revision = self._program.revision
+        if self._revision != revision:
+            self._functions, self._revision = {}, revision
         if key not in self._functions:
             self._functions[key] = self._compile(function)
         return self._functions[key]

@@ -179,7 +179,7 @@ class Engine:
             with self._backend.scope():
                 self._build(window, like)
         with self._backend.scope():
-            self._program.learn_losses(window.split()[0])
+            self._program.learn(window.split()[0])
         self._program.measures_gradients = measures_gradients
         if self._sizing.is_undecided:
             self._sizing.choose(window, self._step)

@@ -27,8 +27,6 @@ as a function of the variables' values (JAX); what must differ is asked of the
 backend: to differentiate, to loop, to branch, to compile.
 """
 
-import optree
-
 from accumtrainer.keras_api import ops
 from accumtrainer.window.gradient_cache import (
     join,
@@ -39,7 +37,7 @@ from accumtrainer.window.gradient_cache import (
 from accumtrainer.window.passes import Passes, length
 from accumtrainer.window.replicas import Share
 from accumtrainer.window.shared_window import SharedWindow, share_of
-from accumtrainer.window.survey import Survey, survey_losses
+from accumtrainer.window.survey import Survey, kind_of
 from accumtrainer.window.update import Update
 from accumtrainer.window.variables import WindowVariables
 from accumtrainer.window.weighing import choose_weighing
@@ -93,11 +91,12 @@ class WindowProgram:
         """
         hooks, state, backend = self._hooks, self._state, self._backend
         passes = self._passes
+        hooks._log_book.reductions.clear()
         survey = Survey(hooks, passes, backend, batch)
         self.operations = survey.operations
         self.loss_names = survey.loss_names
         self.losses = survey.losses
-        self._known_losses = {optree.tree_structure(batch): survey.losses}
+        self._surveys = {kind_of(batch): survey}
         if not hooks.optimizer.built:
             hooks.optimizer.build(hooks.model.trainable_variables)
         variables = WindowVariables(hooks, state, backend, survey, passes)
@@ -111,25 +110,28 @@ class WindowProgram:
             variables,
             loss_scale=self._loss_scale,
         )
-        self._shared = SharedWindow(
-            hooks, state, backend, survey, passes, variables
-        )
+        self._shared = SharedWindow(hooks, state, backend, passes, variables)
 
-    def learn_losses(self, batch):
-        """Learn which losses the micro-batches to come have.
+    def learn(self, batch):
+        """Learn what the micro-batches to come are like.
 
         Sample weights, or another part that was not there before, change how
-        a window is weighed.
+        a window is weighed, and what it writes.
 
         Args:
             batch: `Batch` of arrays, one micro-batch.
         """
-        parts = optree.tree_structure(batch)
-        if parts not in self._known_losses:
-            self._known_losses[parts] = survey_losses(
-                self._hooks, self._passes, self._backend, batch
-            )
-        self.losses = self._known_losses[parts]
+        kind = kind_of(batch)
+        if kind not in self._surveys:
+            survey = Survey(self._hooks, self._passes, self._backend, batch)
+            self._variables.expect(survey)
+            self._surveys[kind] = survey
+        self.losses = self._surveys[kind].losses
+
+    @property
+    def revision(self):
+        """See `WindowVariables.revision`."""
+        return self._variables.revision
 
     @property
     def measures_gradients(self):

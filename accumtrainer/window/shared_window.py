@@ -13,19 +13,23 @@ class SharedWindow:
         hooks: `Hooks`, usually the Trainer.
         state: `TrainingState`.
         backend: the functions a backend must provide.
-        survey: `Survey`.
         passes: `Passes`.
         variables: `WindowVariables`.
     """
 
-    def __init__(self, hooks, state, backend, survey, passes, variables):
+    def __init__(self, hooks, state, backend, passes, variables):
+        self._hooks = hooks
+        self._state = state
         self._backend = backend
         self._passes = passes
-        self._merger = Merger(
-            _merging_rules(hooks, state, survey, passes, variables.window),
-            backend,
-        )
         self._variables = variables
+
+    @property
+    def _merger(self):
+        rules = _merging_rules(
+            self._hooks, self._state, self._passes, self._variables
+        )
+        return Merger(rules, self._backend)
 
     def totals(self, shares, share):
         """Measure the denominators of the window.
@@ -142,10 +146,10 @@ def share_of(shares, replicas):
     return Share(micro_batches, total, split=split), is_even
 
 
-def _merging_rules(hooks, state, survey, passes, tally):
+def _merging_rules(hooks, state, passes, window_variables):
     """Say how what replicas do to variables is put together."""
     tracked = {id(variable) for variable in hooks._tracked_metrics}
-    others = [*survey.moved, state.rng.state]
+    others = [*window_variables.moved, state.rng.state]
     windowed = {
         id(weight)
         for layer in passes.window_layers
@@ -155,6 +159,6 @@ def _merging_rules(hooks, state, survey, passes, tally):
         *((v, "rows") for v in others if id(v) in windowed),
         *((variable, "sum") for variable in metric_variables(hooks.model)),
         *((v, "sum") for v in others if id(v) in tracked),
-        *tally.merging_rules,
+        *window_variables.window.merging_rules,
         *((v, "mean" if "float" in v.dtype else "first") for v in others),
     ]

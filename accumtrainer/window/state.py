@@ -45,8 +45,10 @@ class Scratch(keras.StatelessScope):
 
     def has_written(self, variable):
         """Whether a variable was assigned inside this scope."""
+        if id(variable) not in self._before:
+            return id(variable) in self.strangers_written
         value = self.get_current_value(variable)
-        return value is not self._before.get(id(variable))
+        return value is not self._before[id(variable)]
 
 
 class TrainingState:

@@ -1,8 +1,9 @@
-"""What one micro-batch tells about all windows, before the first one runs."""
+"""What one micro-batch tells about windows of its kind, before one runs."""
 
 from dataclasses import replace
 
 import numpy as np
+import optree
 
 from accumtrainer import errors
 from accumtrainer.keras_api import ops
@@ -30,9 +31,10 @@ class Survey:
         loss_names: list of str, their names.
         is_sum: array `(losses,)`, bool, which of them are no means.
         reductions: dict from what hooks log to how it is reduced.
-        written: list of the model's non-trainable variables that a pass
-            writes, and of the metrics', but for those of losses that it leaves
-            alone: Keras gives them to a compiled model.
+        written: list of the variables that a window may write before it is
+            applied or skipped, those that are tracked aside. Of the metrics'
+            all but those of losses that it leaves alone: Keras gives them to
+            a compiled model.
         moved: list of the model's and the tracked variables that it gives a
             new value.
     """
@@ -42,7 +44,6 @@ class Survey:
         self._passes = passes
         model = hooks.model
         book = hooks._log_book
-        book.reductions.clear()
         with Scratch(passes.variables) as scope:
             self.operations = backend.trace(self._run, batch)
             of_losses = {
@@ -51,12 +52,20 @@ class Survey:
                 if metric.name in ("loss", *self.loss_names)
                 for variable in metric.variables
             }
+            others = [
+                # Spectral normalization, for one, writes a kernel.
+                *model.trainable_variables,
+                *model.non_trainable_variables,
+                *hooks.optimizer.variables,
+                *hooks.variables_of_loss,
+            ]
             self.written = [
-                v for v in model.non_trainable_variables if scope.has_written(v)
-            ] + [
-                v
-                for v in metric_variables(model)
-                if id(v) not in of_losses or scope.has_written(v)
+                *filter(scope.has_written, others),
+                *(
+                    v
+                    for v in metric_variables(model)
+                    if id(v) not in of_losses or scope.has_written(v)
+                ),
             ]
         self.reductions = book.reductions
         self._scope = scope
@@ -113,30 +122,17 @@ class Survey:
         return [variable for key, variable in read if key not in ids]
 
 
-def survey_losses(hooks, passes, backend, batch):
-    """Run the losses of a micro-batch once without effect.
+def kind_of(batch):
+    """Tell apart what a survey has to look at: parts, axes and types.
 
     Args:
-        hooks: `Hooks`, usually the Trainer.
-        passes: `Passes`.
-        backend: the functions a backend must provide.
         batch: `Batch` of arrays, one micro-batch.
 
     Returns:
-        List of `WeightedLoss`, of which only the kind counts.
+        Hashable, the same for micro-batches that differ in their sizes alone.
     """
-    losses = []
-
-    def run(batch):
-        hooks._log_book.open()
-        _, _, measured = _measure(hooks, passes, batch)
-        hooks._log_book.take()
-        losses.extend(measured.weighted)
-        return measured.means()
-
-    with Scratch(passes.variables):
-        backend.trace(run, batch)
-    return losses
+    leaves, structure = optree.tree_flatten(batch)
+    return structure, *((len(leaf.shape), str(leaf.dtype)) for leaf in leaves)
 
 
 def _measure(hooks, passes, batch):

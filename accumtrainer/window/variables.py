@@ -23,6 +23,8 @@ class WindowVariables:
         borrowed: list of variables that hooks read and nobody moves.
         accumulators: list of variables to which gradients are added from one
             call to the next; see `make_accumulators`.
+        start: list of variables with the values that a window began with.
+        moved: list of the variables that micro-batches give new values.
     """
 
     def __init__(self, hooks, state, backend, survey, passes):
@@ -33,9 +35,6 @@ class WindowVariables:
         self._tracked = passes.tracked
         self._passes = passes
         self._of_loss = hooks.variables_of_loss
-        self.borrowed = survey.find_borrowed(
-            [*passes.variables, *self._optimizer.variables, *self._of_loss]
-        )
         tally = {
             "losses": len(survey.losses),
             "reductions": survey.reductions,
@@ -45,16 +44,51 @@ class WindowVariables:
         self.window.clear()
         self.epoch.clear()
         self.accumulators = []
-        undoable = [
-            *(v for v in survey.written if not is_random_state(v)),
-            *(v for v in self._tracked if not is_random_state(v)),
+        self.borrowed, self.moved = [], []
+        self._kept, self.start = [], []
+        self._keep(v for v in self._tracked if not is_random_state(v))
+        self.expect(survey)
+
+    # What it learns.
+
+    def expect(self, survey):
+        """Get ready for micro-batches like one that was surveyed.
+
+        Args:
+            survey: `Survey`.
+
+        Raises:
+            ValueError: it writes to what is no part of the training.
+        """
+        known = [
+            *self._passes.variables,
+            *self._optimizer.variables,
+            *self._of_loss,
         ]
-        self._undoable = _unique(undoable)
-        # A window that is run through twice draws the same numbers twice.
-        self._kept = [*self._undoable]
-        if passes.looks_ahead:
-            self._kept += [v for v in survey.written if is_random_state(v)]
-        self.start = [
+        borrowed = _unique([*self.borrowed, *survey.find_borrowed(known)])
+        # Current first, while the programs know no others.
+        self._backend.publish()
+        self.borrowed = borrowed
+        self.moved = _unique([*self.moved, *survey.moved])
+        self._keep(
+            v
+            for v in survey.written
+            # A window that is run through twice draws the same numbers twice.
+            if self._passes.looks_ahead or not is_random_state(v)
+        )
+
+    @property
+    def revision(self):
+        """How much `expect` has found, a number that only grows.
+
+        What was compiled for less keeps less, and must not run any more.
+        """
+        return len(self.borrowed) + len(self.moved) + len(self.start)
+
+    def _keep(self, variables):
+        """Make room for the values that variables have before a window."""
+        self._kept = _unique([*self._kept, *variables])
+        self.start += [
             keras.Variable(
                 ops.convert_to_tensor(v),
                 dtype=v.dtype,
@@ -62,6 +96,7 @@ class WindowVariables:
                 name=f"start_{position}",
             )
             for position, v in enumerate(self._kept)
+            if position >= len(self.start)
         ]
 
     # What there is.
@@ -194,9 +229,8 @@ class WindowVariables:
 
     def undo(self):
         """Put back what a skipped window changed; what is random stays."""
-        ids = {id(variable) for variable in self._undoable}
         for variable, start in zip(self._kept, self.start, strict=True):
-            if id(variable) in ids:
+            if not is_random_state(variable):
                 self._backend.write(variable, start.value)
 
 

@@ -73,9 +73,7 @@ class JaxBackend:
         Returns:
             Function of the same arguments.
         """
-        holder = self._holders.setdefault(
-            id(program), Holder(program, self._devices)
-        )
+        holder = self._holder_of(program)
 
         def pure(arrays, arguments):
             self._traced = holder.variables
@@ -221,13 +219,13 @@ class JaxBackend:
         """Take arrays for good, instead of those of a program's variables.
 
         Args:
-            program: object whose functions have been compiled here.
+            program: object whose functions are compiled here.
             arrays: dict of arrays by their variable's id.
 
         Returns:
             `Holder`, whose `arrays` belong to its `variables`.
         """
-        holder = self._holders[id(program)]
+        holder = self._holder_of(program)
         self._activate(holder)
         holder.replace(arrays)
         return holder
@@ -385,6 +383,11 @@ class JaxBackend:
     def mark_step(self, name, number):
         """Make a context manager that names a step in a trace."""
         return jax.profiler.StepTraceAnnotation(name, step_num=number)
+
+    def _holder_of(self, program):
+        return self._holders.setdefault(
+            id(program), Holder(program, self._devices)
+        )
 
     def _activate(self, holder):
         if self._active is not holder:

@@ -1,0 +1,207 @@
+"""Claims about what a skipped window leaves behind: nothing.
+
+What a window writes may depend on what its data are like, and may be more than
+statistics. See also `test_loss_scaling.py`.
+"""
+
+import numpy as np
+import pytest
+from quickest import JIT_COMPILE
+
+from accumtrainer import Trainer
+from accumtrainer.callbacks import GradientAccumulation
+from accumtrainer.keras_api import keras, ops
+
+K = 4
+
+X = 0.1 * np.random.default_rng(1).normal(size=(8, 3)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+BAD = np.where(np.arange(8)[:, None] == 5, np.nan, X).astype("float32")
+ONES = np.ones(8, "float32")
+
+
+def numbers(variables):
+    """Copy the values of variables to the host."""
+    return [np.array(ops.convert_to_numpy(v)) for v in variables]
+
+
+def assert_equal(variables, before):
+    for variable, old in zip(variables, before, strict=True):
+        now = ops.convert_to_numpy(variable)
+        np.testing.assert_array_equal(now, old, variable.path)
+
+
+class Weighted(keras.Model):
+    """Notes the mean of a second input, where there is one."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.mean = self.add_weight(
+            shape=(), initializer="zeros", trainable=False, name="mean"
+        )
+
+    def call(self, inputs):
+        x = inputs["x"]
+        if "more" in inputs:
+            self.mean.assign(0.5 * self.mean + ops.mean(inputs["more"]))
+        return self.dense(x)
+
+
+class WritesItsKernel(keras.layers.Layer):
+    """Bounds its kernel before it uses it."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 1), name="kernel")
+
+    def call(self, inputs, training=False):
+        if training:
+            self.kernel.assign(0.5 * self.kernel + ops.sum(inputs))
+        return ops.matmul(inputs, self.kernel)
+
+
+def make_trainer(model, **options):
+    options = {
+        "optimizer": keras.optimizers.SGD(0.01, momentum=0.9),
+        "loss": "mse",
+        "accumulation": K,
+        "seed": 0,
+        "jit_compile": JIT_COMPILE,
+    } | options
+    return Trainer(model, **options)
+
+
+def fit(trainer, x, y=Y, **options):
+    return trainer.fit(x, y, batch_size=2, shuffle=False, verbose=0, **options)
+
+
+# What is written under a later structure only.
+
+
+@pytest.mark.parametrize("plan", ["fused", "streamed"])
+def test_statistics_of_a_later_structure_are_put_back(use_plan, plan):
+    use_plan(plan)
+    model = Weighted()
+    trainer = make_trainer(model, metrics=["mae"])
+    fit(trainer, {"x": X})
+    before = numbers(model.variables)
+    fit(trainer, {"x": BAD, "more": BAD})
+    assert trainer.progress.skipped_updates == 1
+    assert_equal(model.variables, before)
+    fit(trainer, {"x": X})
+    fit(trainer, {"x": X, "more": X})
+    assert trainer.progress.updates == 3
+    assert np.isfinite(numbers(model.variables)[-1])
+    before = numbers(model.variables)
+    fit(trainer, {"x": BAD, "more": BAD})
+    assert_equal(model.variables, before)
+
+
+@pytest.mark.parametrize("plan", ["fused", "streamed"])
+def test_hook_that_writes_a_model_by_the_weights_is_undone(use_plan, plan):
+    class Noting(Trainer):
+        def on_micro_batch(self, batch, info):
+            if batch.sample_weight is not None:
+                model.mean.assign(model.mean + ops.sum(batch.x["x"]))
+            return batch
+
+    use_plan(plan)
+    model = Weighted()
+    trainer = Noting(
+        model,
+        optimizer="sgd",
+        loss="mse",
+        accumulation=K,
+        jit_compile=JIT_COMPILE,
+    )
+    fit(trainer, {"x": X})
+    before = numbers(model.variables)
+    fit(trainer, {"x": BAD}, sample_weight=ONES)
+    assert trainer.progress.skipped_updates == 1
+    assert_equal(model.variables, before)
+
+
+def test_statistics_of_a_later_structure_are_put_back_inside_fit():
+    model = Weighted()
+    model.compile("sgd", "mse", jit_compile=JIT_COMPILE)
+    callback = GradientAccumulation(K)
+    options = {
+        "batch_size": 2,
+        "shuffle": False,
+        "verbose": 0,
+        "callbacks": [callback],
+    }
+    model.fit({"x": X}, Y, **options)
+    before = numbers(model.variables)
+    model.fit({"x": BAD, "more": BAD}, Y, **options)
+    assert callback.progress.skipped_updates == 1
+    assert_equal(model.variables, before)
+
+
+# Trainable variables that a forward pass writes.
+
+
+@pytest.mark.parametrize("plan", ["fused", "streamed"])
+@pytest.mark.parametrize("jit_compile", [False, True], ids=["plain", "xla"])
+@pytest.mark.parametrize("kind", ["spectral", "own"])
+def test_kernel_that_a_layer_writes_is_put_back(
+    use_plan, plan, jit_compile, kind
+):
+    use_plan(plan, jit_compile=jit_compile)
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input([3]),
+            layers.SpectralNormalization(layers.Dense(1))
+            if kind == "spectral"
+            else WritesItsKernel(),
+        ]
+    )
+    trainer = make_trainer(model)
+    fit(trainer, X)
+    before = numbers([*model.variables, *trainer.optimizer.variables])
+    fit(trainer, BAD)
+    assert trainer.plan.name == plan
+    assert trainer.progress.skipped_updates == 1
+    after = [*model.variables, *trainer.optimizer.variables]
+    assert_equal(after, before)
+
+
+def test_kernel_that_a_layer_writes_is_put_back_inside_fit():
+    layers = keras.layers
+    model = keras.Sequential(
+        [keras.Input([3]), layers.SpectralNormalization(layers.Dense(1))]
+    )
+    model.compile("sgd", "mse", jit_compile=JIT_COMPILE)
+    before = numbers(model.variables)
+    callback = GradientAccumulation(K)
+    model.fit(
+        BAD, Y, batch_size=2, shuffle=False, verbose=0, callbacks=[callback]
+    )
+    assert callback.progress.skipped_updates == 1
+    assert_equal(model.variables, before)
+
+
+def test_optimizer_that_a_hook_writes_is_put_back():
+    class Annealing(Trainer):
+        def on_apply(self, gradients, info):
+            self.optimizer.learning_rate.assign(
+                self.optimizer.learning_rate * 0.5
+            )
+            return gradients
+
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    trainer = Annealing(
+        model,
+        optimizer=keras.optimizers.SGD(0.1),
+        loss="mse",
+        accumulation=K,
+        jit_compile=JIT_COMPILE,
+    )
+    fit(trainer, BAD)
+    rate = float(ops.convert_to_numpy(trainer.optimizer.learning_rate))
+    assert rate == pytest.approx(0.1)
+    fit(trainer, X)
+    rate = float(ops.convert_to_numpy(trainer.optimizer.learning_rate))
+    assert rate == pytest.approx(0.05)
