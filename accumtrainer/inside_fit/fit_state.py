@@ -39,7 +39,7 @@ class HandedState:
     """State that `fit` hands over as arrays and takes back; see `FitState`.
 
     Args:
-        backend: `JaxBackend`, which holds the arrays between calls.
+        backend: the backend, which holds the arrays between calls.
         model: compiled `keras.Model`.
     """
 
@@ -158,4 +158,6 @@ def make_fit_state(backend, model):
     Returns:
         `FitState` or `HandedState`.
     """
-    return HandedState(backend, model) if backend.name == "jax" else FitState()
+    if backend.fit_hands_state_over:
+        return HandedState(backend, model)
+    return FitState()

@@ -1,11 +1,15 @@
 """The compiled step: how a window is run on a backend.
 
-Only the folders named after a backend import one: their `backend.py` says what
-a backend must do itself, the files beside it how.
+`backend.py` is the interface of a backend. Only the folders named after one
+import it: their own `backend.py` implements that interface.
 """
 
+import importlib.util
+from typing import Any
+
 from accumtrainer import errors
-from accumtrainer.keras_api import BACKEND, current_distribution, strategy_of
+from accumtrainer.keras_api import BACKEND
+from accumtrainer.steps.backend import Backend
 from accumtrainer.steps.batchwise import (
     BatchwiseProgram,
     BatchwiseStep,
@@ -16,6 +20,7 @@ from accumtrainer.steps.step import CLOCKS, EvaluationStep, Report, Step
 
 __all__ = [
     "CLOCKS",
+    "Backend",
     "BatchwiseProgram",
     "BatchwiseStep",
     "EvaluationStep",
@@ -29,28 +34,21 @@ __all__ = [
 ]
 
 
-def make_backend(*, run_eagerly=False, model=None):
+def make_backend(
+    *, run_eagerly: bool = False, model: Any | None = None
+) -> Backend:
     """Make the functions of the backend Keras runs on.
 
     Args:
-        run_eagerly: bool, whether to run everything as plain Python.
+        run_eagerly: whether to run everything as plain Python.
         model: `keras.Model` whose replicas share windows out, if it has
             several; `None` to keep to one device.
-
-    Returns:
-        An object with the methods of `TensorFlowBackend`.
 
     Raises:
         ImportError: the backend is not supported.
     """
-    if BACKEND == "tensorflow":
-        from accumtrainer.steps.tensorflow.backend import TensorFlowBackend
-
-        strategy = None if model is None else strategy_of(model)
-        return TensorFlowBackend(run_eagerly=run_eagerly, strategy=strategy)
-    if BACKEND == "jax":
-        from accumtrainer.steps.jax.backend import JaxBackend
-
-        distribution = None if model is None else current_distribution()
-        return JaxBackend(run_eagerly=run_eagerly, distribution=distribution)
-    raise ImportError(errors.UNSUPPORTED_BACKEND.format(backend=BACKEND))
+    module = f"{__name__}.{BACKEND}"
+    if importlib.util.find_spec(module) is None:
+        raise ImportError(errors.UNSUPPORTED_BACKEND.format(backend=BACKEND))
+    chosen = importlib.import_module(f"{module}.backend").THE_BACKEND
+    return chosen.of_model(model, run_eagerly=run_eagerly)

@@ -94,16 +94,13 @@ def choose_plan(model, operations, backend, *, jit_compile, run_eagerly):
     loops_badly = bool(CONVOLUTIONS & operations) and (
         not backend.has_accelerator()
     )
-    if backend.name == "jax":
-        return Plan(
-            name="streamed" if loops_badly else "fused",
-            jit_compile=jit_compile is not False,
-        )
-    if jit_compile == "auto":
-        jit_compile = not loops_badly and all(
-            layer.supports_jit for layer in flatten_layers(model)
-        )
-    return Plan(name="fused", jit_compile=jit_compile)
+    supports_jit = all(layer.supports_jit for layer in flatten_layers(model))
+    name, is_compiled = backend.prefer(
+        loops_badly=loops_badly, supports_jit=supports_jit
+    )
+    if jit_compile != "auto":
+        is_compiled = jit_compile
+    return Plan(name=name, jit_compile=is_compiled)
 
 
 def should_compile_evaluation(backend, jit_compile):
@@ -118,4 +115,4 @@ def should_compile_evaluation(backend, jit_compile):
     """
     if jit_compile != "auto":
         return jit_compile
-    return backend.name == "jax" or backend.has_accelerator()
+    return backend.compiles_evaluation

@@ -7,7 +7,8 @@ are written.
 import numpy as np
 import tensorflow as tf
 
-from accumtrainer.keras_api import tree
+from accumtrainer.keras_api import strategy_of, tree
+from accumtrainer.steps.backend import Backend
 from accumtrainer.steps.memory import Backup
 from accumtrainer.steps.tensorflow.fit import next_batch, next_batches
 from accumtrainer.steps.tensorflow.memory import Peak
@@ -19,21 +20,19 @@ ROW = 12_800
 ROWS_WORTH_A_LOOP = 20
 
 
-class TensorFlowBackend:
+class TensorFlowBackend(Backend):
     """The functions of a backend, on TensorFlow.
 
     Args:
         run_eagerly: bool, whether to run everything as plain Python.
         strategy: `tf.distribute.Strategy` whose replicas share windows out,
             or `None` to use one device.
-
-    Attributes:
-        replicas: int, how many replicas share a window out.
-        processes: int, how many processes they are in.
-        is_chief: bool, whether this is the process that writes.
     """
 
     name = "tensorflow"
+    predicts_memory = False
+    has_own_pipeline = True
+    fit_hands_state_over = False
 
     def __init__(self, *, run_eagerly=False, strategy=None):
         self._run_eagerly = run_eagerly
@@ -45,12 +44,20 @@ class TensorFlowBackend:
         # Whether what is being traced is for XLA.
         self._is_for_xla = False
 
-    def trace(self, function, batch):
-        """Run a function on abstract tensors like a batch of arrays.
+    @classmethod
+    def of_model(cls, model, *, run_eagerly):
+        strategy = None if model is None else strategy_of(model)
+        return cls(run_eagerly=run_eagerly, strategy=strategy)
 
-        Returns:
-            Set of the names of the operations it consists of.
-        """
+    def prefer(self, *, loops_badly, supports_jit):
+        return "fused", supports_jit and not loops_badly
+
+    @property
+    def compiles_evaluation(self):
+        # Where nothing loops a CPU is as fast without waiting for XLA.
+        return self.has_accelerator()
+
+    def trace(self, function, batch):
         with self.scope():
             return self._trace(function, batch)
 
@@ -63,17 +70,6 @@ class TensorFlowBackend:
         return _operations(traced.get_concrete_function(specs).graph)
 
     def compile(self, function, program, *, jit_compile):
-        """Compile a function of tensors that may change variables.
-
-        Args:
-            function: takes nests of tensors, returns a nest of tensors.
-            program: object whose `variables` the function may change; they
-                are changed in place.
-            jit_compile: bool, whether XLA compiles it.
-
-        Returns:
-            Function of the same arguments.
-        """
         del program
         if self._run_eagerly:
             return lambda *args: function(
@@ -92,54 +88,28 @@ class TensorFlowBackend:
         return Compiled(traced, jit_compile, shares_memory=shares_memory)
 
     def expect(self, function, calls):
-        """Prepare a compiled function for arguments of different shapes."""
         if isinstance(function, Compiled):
             function.expect(calls)
 
     def gather(self, numbers):
-        """Let every process know the n numbers of all, `[processes, n]`."""
         return self._devices.gather(numbers)
 
     def scope(self):
-        """Make a scope in which variables have a copy on every replica."""
         return self._devices.scope()
 
     def place(self, shares, *, is_own=False):
-        """Take the rows of a window, `Shares`, that this process needs."""
         return shares if is_own else self._devices.own(shares)
 
-    def spread(self, batch):
-        """Leave a batch where it is; one replica computes with it."""
-        return batch
-
     def read(self, variables):
-        """Read variables that have one value for all replicas, `[tensor]`."""
         return [self._devices.read(variable) for variable in variables]
 
     def write(self, variable, tensor):
-        """Assign a variable, so that all replicas know its one value."""
         self._devices.write(variable, tensor)
 
     def holding(self, variables):
-        """Make a scope in which variables may be read again and again."""
         return self._devices.holding(variables)
 
     def sum_over_replicas(self, function, shares, *, reading, moving=()):
-        """Run a function on every replica, and add up what they return.
-
-        What it writes to variables is forgotten.
-
-        Args:
-            function: function of the replica's index, a scalar int32, and
-                of its `Shares`; returns a nest of tensors.
-            shares: `Shares` of tensors of all replicas.
-            reading: list of the Keras variables it only reads; others that
-                it reads have one value for all replicas.
-            moving: list of the Keras variables it may write to.
-
-        Returns:
-            The nest of sums.
-        """
         return self._devices.sum(
             function,
             shares,
@@ -149,36 +119,18 @@ class TensorFlowBackend:
         )
 
     def constant(self, value):
-        """Put a NumPy array on the device, to be passed again and again."""
         return tf.constant(value)
 
     def publish(self):
         """Make the Keras variables current; here they always are."""
 
-    has_own_pipeline = True
-    """Whether `Model.fit` trains on what threads of the backend make."""
-
     def next_batch(self, iterator):
-        """Return the next batch that `Model.fit` would train on.
-
-        A part that a generator leaves out is `None`.
-        """
         return next_batch(iterator)
 
     def next_batches(self, iterator, count):
-        """Take the next batches that `Model.fit` would train on.
-
-        Returns:
-            Pair: list of up to `count` batches, at least one, and `None`; or
-            `None`, and a nest of tensors `[count, m, ...]`.
-
-        Raises:
-            StopIteration: there is none.
-        """
         return next_batches(iterator, count)
 
     def is_distributed(self, model):
-        """Whether `Model.fit` runs the model by a `tf.distribute` strategy."""
         if tf.distribute.has_strategy():
             return True
         return model.distribute_strategy is not tf.distribute.get_strategy()
@@ -186,21 +138,6 @@ class TensorFlowBackend:
     def value_and_grad(
         self, objective, variables, tensors=(), keeps_rows=False
     ):
-        """Differentiate a scalar by Keras variables, and by tensors.
-
-        Args:
-            objective: function of `tensors`, returns a scalar tensor and a
-                nest of tensors.
-            variables: list of Keras variables.
-            tensors: list of tensors.
-            keeps_rows: whether float32 gradients of embeddings may come as
-                those rows that are not zero, for `add` and `add_to`.
-
-        Returns:
-            That nest, and a list of gradients, `None` where unused: first by
-            the variables, then by the tensors. They are dense, repeated rows
-            of embedding gradients added up, unless `keeps_rows`.
-        """
         values = [*(variable.value for variable in variables), *tensors]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(values)
@@ -214,7 +151,6 @@ class TensorFlowBackend:
         ]
 
     def add(self, total, gradient):
-        """Return the sum of a tensor and a gradient."""
         gradient = _in_float32(gradient)
         if isinstance(gradient, tf.IndexedSlices):
             return tf.tensor_scatter_nd_add(
@@ -223,7 +159,6 @@ class TensorFlowBackend:
         return total + gradient
 
     def add_to(self, variable, gradient):
-        """Add a gradient to a Keras variable in place."""
         gradient = _in_float32(gradient)
         if isinstance(gradient, tf.IndexedSlices):
             variable.value.scatter_add(gradient)
@@ -231,11 +166,9 @@ class TensorFlowBackend:
             variable.value.assign_add(gradient)
 
     def sum_of_squares(self, gradient):
-        """Add up the squares of a tensor, float32.
-
-        On a CPU, XLA writes the squares of a large one to memory, and adds
-        them up window by window; rows that are added to one row stay near.
-        """
+        # On a CPU, XLA writes the squares of a large tensor to memory, and
+        # adds them up window by window; rows that are added to one row stay
+        # near.
         size = gradient.shape.num_elements()
         rows = size // ROW
         if (
@@ -255,13 +188,10 @@ class TensorFlowBackend:
         return tf.reduce_sum(total) + tf.reduce_sum(rest)
 
     def apply(self, optimizer, gradients, variables):
-        """Have an optimizer change variables by gradients.
-
-        Keras has TensorFlow add them up over replicas first, even if there is
-        no strategy; and whatever graph does so, TensorFlow keeps for good, with
-        all that it holds (`all_reduce` registers a gradient of its own each
-        time). In a merge call Keras leaves that out.
-        """
+        # Keras has TensorFlow add gradients up over replicas first, even if
+        # there is no strategy; and whatever graph does so, TensorFlow keeps
+        # for good, with all that it holds (`all_reduce` registers a gradient
+        # of its own each time). In a merge call Keras leaves that out.
 
         def merged(_):
             optimizer.apply(gradients, variables)
@@ -272,10 +202,6 @@ class TensorFlowBackend:
             tf.distribute.get_replica_context().merge_call(merged)
 
     def cond(self, predicate, true_fn, false_fn):
-        """Run one of two functions that change variables.
-
-        The first of them is the one that does much.
-        """
 
         def without_result(function):
             def run(*_):
@@ -295,21 +221,6 @@ class TensorFlowBackend:
             tf.cond(predicate, first, second)
 
     def scan(self, body, stacked, length, carry=(), dtypes="float32"):
-        """Run `body(index, item, carry)` over the first axis, in order.
-
-        Args:
-            body: function of a scalar int32, a nest of tensors, and what is
-                carried; may change variables; returns a nest of tensors of
-                fixed shapes, and what to carry on.
-            stacked: nest of tensors `[length, ...]`.
-            length: scalar int32.
-            carry: list of tensors, given to the first call.
-            dtypes: nest of the dtypes of what `body` returns.
-
-        Returns:
-            Pair: nest of tensors `[length, ...]`, the results in order; and
-            what the last call carries on.
-        """
 
         def take(index):
             return tree.map_structure(
@@ -355,29 +266,14 @@ class TensorFlowBackend:
         return tree.map_structure(lambda d: d and next(stacked), dtypes), carry
 
     def has_accelerator(self):
-        """Whether there is a device other than the CPU."""
         devices = tf.config.list_logical_devices()
         return any(device.device_type != "CPU" for device in devices)
 
     @property
     def runs_ahead(self):
-        """Whether programs are still running when a call of them returns."""
         return self.has_accelerator()
 
-    predicts_memory = False
-    """Whether compiled functions know how much memory they take."""
-
     def measure_peak(self, run, variables):
-        """Measure the most memory that a trial takes.
-
-        Args:
-            run: function without arguments; what it writes to variables is
-                put back.
-            variables: list of the Keras variables that it may read or write.
-
-        Returns:
-            int: the variables, and what was needed beside them.
-        """
         backup = Backup(variables)
         held = sum(
             int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in variables
@@ -391,36 +287,27 @@ class TensorFlowBackend:
         return held + peak.bytes
 
     def memory_limit_bytes(self):
-        """Nine tenths of a device's memory; TensorFlow does not tell."""
         return None
 
     def is_out_of_memory(self, error):
-        """Whether an error says that a device ran out of memory."""
         return isinstance(error, tf.errors.ResourceExhaustedError)
-
-    def forget(self):
-        """Forget nothing; variables outlive a call that fails."""
 
     def _accelerators(self):
         count = len(tf.config.list_logical_devices("GPU"))
         return [f"GPU:{index}" for index in range(count)]
 
     def peak_memory_bytes(self):
-        """Most bytes in use so far on the fullest device, `None` if unknown."""
         read = tf.config.experimental.get_memory_info
         peaks = [read(device)["peak"] for device in self._accelerators()]
         return max(peaks, default=None)
 
     def start_trace(self, directory):
-        """Begin to record what host and device do."""
         tf.profiler.experimental.start(directory)
 
     def stop_trace(self):
-        """Write what was recorded."""
         tf.profiler.experimental.stop()
 
     def mark_step(self, name, number):
-        """Make a context manager that names a step in a trace."""
         return tf.profiler.experimental.Trace(name, step_num=number, _r=1)
 
 
@@ -450,3 +337,6 @@ def _operations(graph):
     for function in definition.library.function:
         nodes.extend(function.node_def)
     return {node.op for node in nodes}
+
+
+THE_BACKEND = TensorFlowBackend

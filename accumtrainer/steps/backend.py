@@ -1,0 +1,393 @@
+"""What a window asks of a backend: the one interface that all implement.
+
+A backend is a folder beside this file, named as Keras names it, whose
+`backend.py` defines a subclass of `Backend` with the name `THE_BACKEND`;
+nothing else needs to know of it. Tensors are the backend's own, variables are
+Keras's, and a *nest* is made of tuples, lists and dicts, with `None` where a
+part is missing.
+"""
+
+import abc
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Literal, Protocol
+
+import numpy as np
+
+from accumtrainer.data.batches import Batch
+from accumtrainer.window.replicas import Shares
+
+Tensor = Any
+Nest = Any
+Variable = Any
+Model = Any
+
+
+class HasVariables(Protocol):
+    """What is compiled: an object that lists the variables it may change."""
+
+    @property
+    def variables(self) -> list[Variable]:
+        """Every variable that compiled functions read or change, each once."""
+
+
+class Backend(abc.ABC):
+    """The functions of a backend.
+
+    Attributes:
+        replicas: how many replicas share a window out.
+        processes: how many processes they are in.
+        is_chief: whether this is the process that writes.
+    """
+
+    name: ClassVar[str]
+    """As in `KERAS_BACKEND`."""
+
+    replicas: int
+    processes: int
+    is_chief: bool
+
+    predicts_memory: ClassVar[bool]
+    """Whether compiled functions know how much memory they take."""
+
+    has_own_pipeline: ClassVar[bool]
+    """Whether `Model.fit` trains on what threads of the backend make."""
+
+    fit_hands_state_over: ClassVar[bool]
+    """Whether `Model.fit` takes the values out of the variables as it runs."""
+
+    @classmethod
+    @abc.abstractmethod
+    def of_model(cls, model: Model | None, *, run_eagerly: bool) -> "Backend":
+        """Make the backend for a model.
+
+        Args:
+            model: the one whose replicas share windows out, if it has
+                several; `None` to keep to one device.
+            run_eagerly: whether nothing is compiled, for debugging.
+        """
+
+    # Which plan suits it.
+
+    @abc.abstractmethod
+    def prefer(
+        self, *, loops_badly: bool, supports_jit: bool
+    ) -> tuple[Literal["fused", "streamed"], bool]:
+        """Choose the plan that is fastest where nobody asks for another.
+
+        Args:
+            loops_badly: whether XLA would run the model's operations slowly
+                inside a loop.
+            supports_jit: whether all layers say that XLA can compile them.
+
+        Returns:
+            Pair: the plan's name, and whether XLA compiles it.
+        """
+
+    @abc.abstractmethod
+    def has_accelerator(self) -> bool:
+        """Whether there is a device other than the CPU."""
+
+    @property
+    @abc.abstractmethod
+    def compiles_evaluation(self) -> bool:
+        """Whether it pays to compile what runs once per batch."""
+
+    @property
+    @abc.abstractmethod
+    def runs_ahead(self) -> bool:
+        """Whether programs are still running when a call of them returns."""
+
+    # To trace and to compile.
+
+    @abc.abstractmethod
+    def trace(
+        self, function: Callable[[Batch], Nest], batch: Batch
+    ) -> set[str]:
+        """Run a function on abstract tensors like a batch of arrays.
+
+        Returns:
+            The names of the operations it consists of.
+        """
+
+    @abc.abstractmethod
+    def compile(
+        self,
+        function: Callable[..., Nest],
+        program: HasVariables,
+        *,
+        jit_compile: bool,
+    ) -> Callable[..., Nest]:
+        """Compile a function of tensors that may change variables.
+
+        Args:
+            function: takes nests of tensors and returns one.
+            program: the function changes only its variables.
+            jit_compile: whether XLA compiles it.
+
+        Returns:
+            Function of the same arguments, arrays or tensors. Where
+            `predicts_memory`, its attribute `peak_bytes` is a function of
+            them too.
+        """
+
+    def expect(
+        self, function: Callable[..., Nest], calls: Sequence[tuple]
+    ) -> None:
+        """Prepare a compiled function for arguments of different shapes."""
+        del function, calls  # a program has one shape
+
+    @abc.abstractmethod
+    def constant(self, value: np.ndarray) -> Tensor:
+        """Put an array on the device, to be passed again and again."""
+
+    # To compute, inside a function that is compiled.
+
+    @abc.abstractmethod
+    def value_and_grad(
+        self,
+        objective: Callable[..., tuple[Tensor, Nest]],
+        variables: list[Variable],
+        tensors: Sequence[Tensor] = (),
+        keeps_rows: bool = False,
+    ) -> tuple[Nest, list[Tensor | None]]:
+        """Differentiate a scalar by variables, and by tensors.
+
+        Args:
+            objective: function of `tensors`; returns the scalar and a nest.
+            variables: by which to differentiate.
+            tensors: further ones.
+            keeps_rows: whether float32 gradients of embeddings may come as
+                those rows that are not zero, for `add` and `add_to`.
+
+        Returns:
+            That nest, and the gradients, `None` where unused: first by the
+            variables, then by the tensors. They are dense, repeated rows of
+            embedding gradients added up, unless `keeps_rows`.
+        """
+
+    @abc.abstractmethod
+    def add(self, total: Tensor, gradient: Tensor) -> Tensor:
+        """Return the sum, float32, of a tensor and a gradient."""
+
+    @abc.abstractmethod
+    def add_to(self, variable: Variable, gradient: Tensor) -> None:
+        """Add a gradient to a float32 variable."""
+
+    @abc.abstractmethod
+    def sum_of_squares(self, gradient: Tensor) -> Tensor:
+        """Add up the squares of a tensor, float32."""
+
+    @abc.abstractmethod
+    def apply(
+        self,
+        optimizer: Any,
+        gradients: list[Tensor | None],
+        variables: list[Variable],
+    ) -> None:
+        """Have a Keras optimizer change variables by gradients."""
+
+    @abc.abstractmethod
+    def cond(
+        self,
+        predicate: Tensor,
+        true_fn: Callable[[], None],
+        false_fn: Callable[[], None],
+    ) -> None:
+        """Run one of two functions that change variables.
+
+        The first of them is the one that does much.
+        """
+
+    @abc.abstractmethod
+    def scan(
+        self,
+        body: Callable[[Tensor, Nest, list[Tensor]], tuple[Nest, list[Tensor]]],
+        stacked: Nest,
+        length: int | Tensor,
+        carry: Sequence[Tensor] = (),
+        dtypes: Nest = "float32",
+    ) -> tuple[Nest, list[Tensor]]:
+        """Run `body(index, item, carry)` over the first axis, in order.
+
+        Args:
+            body: function of a scalar int32, a nest of tensors, and what is
+                carried; may change variables; returns a nest of tensors of
+                fixed shapes, and what to carry on.
+            stacked: nest of tensors `[length, ...]`.
+            length: scalar int32.
+            carry: given to the first call.
+            dtypes: nest of the dtypes of what `body` returns.
+
+        Returns:
+            Pair: nest of tensors `[length, ...]`, the results in order; and
+            what the last call carries on.
+        """
+
+    # Variables, between compiled functions.
+
+    @abc.abstractmethod
+    def publish(self) -> None:
+        """Make the Keras variables current, for host code that can look."""
+
+    def forget(self) -> None:
+        """Forget values that a call has destroyed before it failed.
+
+        The variables must be assigned anew.
+        """
+        return  # variables outlive it
+
+    # Memory.
+
+    @abc.abstractmethod
+    def memory_limit_bytes(self) -> int | None:
+        """Nine tenths of a device's memory, `None` if it does not tell."""
+
+    @abc.abstractmethod
+    def peak_memory_bytes(self) -> int | None:
+        """Most bytes in use so far on the fullest device, `None` if unknown."""
+
+    @abc.abstractmethod
+    def is_out_of_memory(self, error: Exception) -> bool:
+        """Whether an error says that a device ran out of memory."""
+
+    def measure_peak(
+        self, run: Callable[[], Any], variables: list[Variable]
+    ) -> int:
+        """Measure the most memory that a trial takes.
+
+        Asked only where the backend does not predict it.
+
+        Args:
+            run: what it writes to variables is put back.
+            variables: those that it may read or write.
+
+        Returns:
+            Bytes: the variables, and what was needed beside them.
+        """
+        raise AssertionError(f"{self.name} predicts memory: {run}, {variables}")
+
+    # Several replicas.
+
+    @abc.abstractmethod
+    def gather(self, numbers: Sequence[float]) -> np.ndarray:
+        """Let every process know n numbers of all.
+
+        Returns:
+            `[processes, n]`, float32, the chief's first.
+        """
+
+    def scope(self) -> AbstractContextManager:
+        """Make a scope in which variables have a copy on every replica."""
+        return contextlib.nullcontext()
+
+    @abc.abstractmethod
+    def place(self, shares: Shares, *, is_own: bool = False) -> Shares:
+        """Put the rows of a window where their replicas are.
+
+        Args:
+            shares: arrays, those of all replicas.
+            is_own: whether they are those of this process's replicas alone.
+        """
+
+    def spread(self, batch: Batch) -> Batch:
+        """Put the rows of a batch on several devices, if that can be."""
+        return batch
+
+    @abc.abstractmethod
+    def read(self, variables: list[Variable]) -> list[Tensor]:
+        """Read variables that have one value for all replicas."""
+
+    @abc.abstractmethod
+    def write(self, variable: Variable, tensor: Tensor) -> None:
+        """Assign a variable, so that all replicas know its one value."""
+
+    def holding(self, variables: list[Variable]) -> AbstractContextManager:
+        """Make a scope in which variables may be read again and again."""
+        del variables
+        return contextlib.nullcontext()
+
+    @abc.abstractmethod
+    def sum_over_replicas(
+        self,
+        function: Callable[[Tensor, Shares], Nest],
+        shares: Shares,
+        *,
+        reading: list[Variable],
+        moving: Sequence[Variable] = (),
+    ) -> Nest:
+        """Run a function on every replica, and add up what they return.
+
+        What it writes to variables is forgotten.
+
+        Args:
+            function: function of the replica's index, a scalar int32, and of
+                its shares.
+            shares: tensors, those of all replicas.
+            reading: variables it only reads; others that it reads have one
+                value for all replicas.
+            moving: variables it may write to.
+
+        Returns:
+            The nest of sums.
+        """
+
+    # Inside `Model.fit`.
+
+    @abc.abstractmethod
+    def next_batch(self, iterator: Iterator) -> Nest:
+        """Return the next batch that `Model.fit` would train on.
+
+        A part that a generator leaves out is `None`.
+        """
+
+    @abc.abstractmethod
+    def next_batches(
+        self, iterator: Iterator, count: int
+    ) -> tuple[list[Nest] | None, Nest]:
+        """Take the next batches that `Model.fit` would train on.
+
+        Returns:
+            Pair: up to `count` batches, at least one, and `None`; or `None`,
+            and a nest of tensors `[count, m, ...]`.
+
+        Raises:
+            StopIteration: there is none.
+        """
+
+    def hold(self, program: HasVariables, arrays: dict[int, Tensor]) -> Any:
+        """Take arrays for good, instead of those of a program's variables.
+
+        Asked, like `let_go`, only where `fit_hands_state_over`.
+
+        Args:
+            program: its functions have been compiled here.
+            arrays: by the id of their variable.
+
+        Returns:
+            Holder, whose `arrays` belong to its `variables`.
+        """
+        raise AssertionError(f"{self.name} keeps state: {program}, {arrays}")
+
+    def let_go(self, holder: Any, ids: set[int]) -> None:
+        """Make a holder's variables current, but for those with given ids."""
+        raise AssertionError(f"{self.name} keeps state: {holder}, {ids}")
+
+    @abc.abstractmethod
+    def is_distributed(self, model: Model) -> bool:
+        """Whether `Model.fit` runs the model by a strategy of the backend."""
+
+    # To look at what it does.
+
+    @abc.abstractmethod
+    def start_trace(self, directory: str) -> None:
+        """Begin to record what host and device do."""
+
+    @abc.abstractmethod
+    def stop_trace(self) -> None:
+        """Write what was recorded."""
+
+    @abc.abstractmethod
+    def mark_step(self, name: str, number: int) -> AbstractContextManager:
+        """Make a context manager that names a step in a trace."""
