@@ -5,6 +5,8 @@ import itertools
 import os
 import pathlib
 
+from xla_flags import known_flags
+
 # Keras reads its backend once, when it is first imported.
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -18,14 +20,17 @@ os.environ.setdefault(
     str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"),
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # XLA spends half of the time on code that is fast enough for a test, and a
 # tenth on doing so in pieces.
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-    " --xla_cpu_parallel_codegen_split_count=1",
-)
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+if "XLA_FLAGS" not in os.environ:
+    os.environ["XLA_FLAGS"] = known_flags(
+        {
+            "xla_backend_optimization_level": "0",
+            "xla_cpu_use_fusion_emitters": "false",
+            "xla_cpu_parallel_codegen_split_count": "1",
+        }
+    )
 
 from importlib import metadata
 
