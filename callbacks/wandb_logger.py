@@ -5,8 +5,10 @@ import os
 import re
 import secrets
 import sys
+import threading
 import time
 import warnings
+import weakref
 
 import numpy as np
 
@@ -14,7 +16,8 @@ from accumtrainer import Every, Logger
 from accumtrainer.callbacks.background import Background
 from accumtrainer.callbacks.description import describe_training
 from accumtrainer.callbacks.keep_gradients import KeepGradients
-from accumtrainer.callbacks.wandb_run import WandbRun, import_wandb
+from accumtrainer.callbacks.wandb_rows import import_wandb
+from accumtrainer.callbacks.wandb_run import WandbRun
 from accumtrainer.keras_api import keras
 
 WATCHED = (None, "weights", "gradients", "all")
@@ -56,7 +59,7 @@ ANOTHER_RUN = (
 
 
 class WandbLogger(Logger):
-    """Send points to W&B; training never waits for it.
+    """Send points to W&B; training does not wait for it.
 
     Points are handed to a thread of their own, which gathers them for a
     second, as W&B takes many together with less effort. The x-axis of every
@@ -72,6 +75,16 @@ class WandbLogger(Logger):
     If it is slow or fails, points are left out. Either is one warning, and
     training goes on. Errors of the user, a wrong API key among them, are
     raised before the first update.
+
+    What is logged besides, by `run.log` or `wandb.log` from callbacks or
+    between two fits, stands at `trainer.progress.updates` of that moment; no
+    row is of two updates. It is sent after the points that are due by then,
+    for which it waits. `commit=False` and `step=` join what is logged at one
+    update. W&B's steps must still not go back: among the user's own they are
+    left out, and one that other rows have overtaken gets the next free one.
+    To that end the run's `log` is replaced: look it up when you log. One that
+    was looked up before training, as in `Log(wandb.log)`, is not followed.
+    The run is there from the first update on; to log earlier, hand one in.
 
     A run that was started here is finished when training ends; a second
     `fit` continues it. A run that was handed in, or was active already, is
@@ -242,10 +255,16 @@ class WandbLogger(Logger):
             )
         self._send(self._wandb.log_directory, directory, self._last_updates)
 
+    def send_what_is_due(self):
+        """Send the points of earlier updates, and wait until W&B has them."""
+        if self._is_open and self._background is not None:
+            self._write_what_was_due()
+            self._background.wait(START_SECS)
+
     def _start(self):
         is_continued = self._run_id is not None
         options = self._init_options()
-        self._wandb = WandbRun(self._given_run, options)
+        self._wandb = WandbRun(self._given_run, options, _counter(self))
         self._background = Background(
             "accumtrainer-wandb", gather_secs=GATHER_SECS
         )
@@ -412,6 +431,24 @@ class _Best:
         if name.endswith(LOWER_IS_BETTER):
             return 1
         return -1 if name.endswith(HIGHER_IS_BETTER) else 0
+
+
+def _counter(logger):
+    """Make the function that `WandbRows` takes; it keeps nothing alive."""
+    logger, trainer = weakref.ref(logger), weakref.ref(logger.trainer)
+    thread = threading.get_ident()
+
+    def count_updates():
+        if trainer() is None:
+            return None
+        if threading.get_ident() != thread:
+            # Only the thread that trains may ask the device.
+            return trainer().progress_at_most.updates
+        if logger() is not None:
+            logger().send_what_is_due()
+        return trainer().progress.updates
+
+    return count_updates
 
 
 def _is_at_a_terminal():

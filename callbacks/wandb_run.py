@@ -4,30 +4,15 @@ import json
 import secrets
 from pathlib import Path
 
+from accumtrainer.callbacks.wandb_rows import (
+    SAME_EVERYWHERE,
+    TIMESTAMP,
+    WandbRows,
+    import_wandb,
+)
+
 MARKER = "accumtrainer.json"
 """File beside an offline run: what was sent last."""
-
-TIMESTAMP = "_timestamp"
-"""Where W&B looks for the moment of a point, before it takes the present."""
-
-SAME_EVERYWHERE = {"epoch", "learning_rate", "loss_scale", "skipped_updates"}
-"""Names that do not tell one point at an update from another."""
-
-
-def import_wandb():
-    """Import W&B where it is used.
-
-    Raises:
-        ImportError: it is not installed; the message names the extra.
-    """
-    try:
-        import wandb
-    except ImportError as error:
-        raise ImportError(
-            "WandbLogger needs W&B, which is not installed. "
-            "Run: pip install 'accumtrainer[wandb]'"
-        ) from error
-    return wandb
 
 
 class WandbRun:
@@ -39,17 +24,20 @@ class WandbRun:
     Args:
         run: a run of the user's, or `None` to start one.
         options: dict of arguments of `wandb.init`.
+        count_updates: function that `WandbRows` takes.
 
     Attributes:
         run: the run, `None` before there is one.
         trouble: why the run is kept on disk instead of sent, or `None`.
     """
 
-    def __init__(self, run, options):
+    def __init__(self, run, options, count_updates):
         self.run = run
         self.trouble = None
         self._is_ours = run is None
         self._options = options
+        self._count_updates = count_updates
+        self._rows = None
         self._theirs = set()
         self._sent_before = {"updates": -1}
         self._leaves_marks = False
@@ -75,6 +63,9 @@ class WandbRun:
         self.update_config(config)
         self.run.define_metric("updates")
         self.run.define_metric("*", step_metric="updates")
+        self._rows = WandbRows.of(
+            self.run, self._count_updates, is_new=self._is_ours
+        )
         if is_resumed:
             self._sent_before = self._last_sent()
 
@@ -104,7 +95,7 @@ class WandbRun:
         row = {"updates": updates} | numbers
         if self.run is None or self._was_sent(row):
             return
-        self.run.log(row | {TIMESTAMP: moment})
+        self._rows.add(row | {TIMESTAMP: moment})
         if best:
             self.run.summary.update(best)
         self._mark(row)
@@ -121,7 +112,7 @@ class WandbRun:
             return
         wandb = import_wandb()
         histograms = {k: wandb.Histogram(v) for k, v in arrays.items()}
-        self.run.log({"updates": updates, TIMESTAMP: moment} | histograms)
+        self._rows.add({"updates": updates, TIMESTAMP: moment} | histograms)
 
     def log_directory(self, directory, updates):
         """Send a directory as an artifact, a new version of the run's."""
@@ -148,6 +139,8 @@ class WandbRun:
             self._marker.close()
             self._marker = None
         if self._is_ours and self.run is not None:
+            if self._rows is not None:
+                self._rows.leave()
             self.run.finish(exit_code=exit_code)
 
     def _artifact(self, directory, updates):

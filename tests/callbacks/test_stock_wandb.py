@@ -18,6 +18,7 @@ WANDB_PROGRAM = """if True:
         WandbModelCheckpoint,
     )
     from accumtrainer import Trainer
+    from accumtrainer.callbacks import WandbLogger
     from accumtrainer.keras_api import keras
 
     run = wandb.init(
@@ -30,6 +31,7 @@ WANDB_PROGRAM = """if True:
         accumulation=4,
         callbacks=[
             WandbMetricsLogger(log_freq="batch"),
+            WandbLogger(run=run),
             WandbModelCheckpoint("model-{epoch}.keras"),
         ],
     )
@@ -63,10 +65,13 @@ def test_wandb_s_own_callbacks_log_updates_and_send_models(tmp_path):
     batches = [row for row in run.history if "batch/loss" in row]
     # A batch is an update: three in each of two epochs.
     assert [row["batch/batch_step"] for row in batches] == [0, 1, 2, 3, 4, 5]
+    # Beside WandbLogger they stand at the updates it counts.
+    assert [row["updates"] for row in batches] == [1, 2, 3, 4, 5, 6]
     assert batches[2]["batch/loss"] == history["loss"][0]
     epochs = [row for row in run.history if "epoch/val_loss" in row]
     received = [row["epoch/val_loss"] for row in epochs]
     assert received == history["val_loss"]
+    assert [row["updates"] for row in epochs] == [3, 6]
     models = [a for a in run.artifacts if a.type == "model"]
     assert len(models) == 2
     assert {path.name for path in tmp_path.glob("*.keras")} == {

@@ -114,8 +114,8 @@ def test_points_that_come_too_fast_are_left_out_with_one_warning(trainer):
 
 
 def test_checkpoint_removed_before_it_was_taken_is_left_out(tmp_path):
-    hanging, sent, run = threading.Event(), [], Run()
-    run.log = lambda row: hanging.wait()
+    hanging, sent = threading.Event(), []
+    run = Run(log=lambda row: hanging.wait())
     run.log_artifact = lambda artifact, aliases: sent.append(aliases)
 
     class LetGo(Callback):
@@ -186,8 +186,8 @@ def test_points_that_wait_too_long_are_read_where_they_are_made(
 
 
 def test_best_of_training_is_found_where_it_is_asked_for(trainer):
-    rows, run = [], Run()
-    run.log = rows.append
+    rows = []
+    run = Run(log=rows.append)
     logger = WandbLogger(
         run=run, every=Every(1, "updates"), best={"mae": "min"}
     )

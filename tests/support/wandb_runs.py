@@ -1,5 +1,7 @@
 """Trainings that W&B follows, offline, and how a test begins them."""
 
+from types import SimpleNamespace
+
 import numpy as np
 
 from accumtrainer import Trainer
@@ -51,10 +53,11 @@ class Run:
 
     def __init__(self, id="fake", log=lambda row: None):
         self.id = id
-        self.log = log
+        self.log = lambda row, **_: log(row)
         self.config = type("Config", (dict,), {"update": lambda *_, **__: 0})()
         self.summary = {}
         self.offline = self.disabled = False
+        self.settings = SimpleNamespace(mode="shared")  # without steps
 
     def define_metric(self, *names, **options):
         pass
