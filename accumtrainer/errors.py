@@ -353,11 +353,16 @@ COMPILED_ANEW = (
 )
 
 MANY_SHAPES = (
-    "Micro-batches should have few different shapes, because JAX compiles the "
+    "Micro-batches should have few different shapes, because XLA compiles the "
     "step again for each of them. Received: arrays of a fourth set of shapes, "
     "{shapes}. Sort samples of similar length into a few buckets, or pad them "
     "to a multiple of a fixed length, for example of 64; keep to a few values "
     "of k where it changes. This is said once."
+)
+
+MANY_SHAPES_XLA = (
+    " Or leave jit_compile='auto': then XLA compiles the first {count} shapes "
+    "alone, and TensorFlow runs those that come later without it."
 )
 
 MODEL_WITH_OWN_TRAINING = (

@@ -28,7 +28,7 @@ def take_snapshot(trainer, engine, loop):
     return Snapshot(
         variables=values,
         progress=progress,
-        about=_facts(trainer),
+        about=_facts(trainer) | {"compiled_shapes": engine.compiled_shapes},
         **(nothing if loop is None else loop.snapshot_parts()),
     )
 

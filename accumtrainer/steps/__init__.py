@@ -35,7 +35,10 @@ __all__ = [
 
 
 def make_backend(
-    *, run_eagerly: bool = False, model: Any | None = None
+    *,
+    run_eagerly: bool = False,
+    model: Any | None = None,
+    compiles_all_shapes: bool = False,
 ) -> Backend:
     """Make the functions of the backend Keras runs on.
 
@@ -43,6 +46,7 @@ def make_backend(
         run_eagerly: whether to run everything as plain Python.
         model: `keras.Model` whose replicas share windows out, if it has
             several; `None` to keep to one device.
+        compiles_all_shapes: see `Backend.of_model`.
 
     Raises:
         ImportError: the backend is not supported.
@@ -51,4 +55,8 @@ def make_backend(
     if importlib.util.find_spec(module) is None:
         raise ImportError(errors.UNSUPPORTED_BACKEND.format(backend=BACKEND))
     chosen = importlib.import_module(f"{module}.backend").THE_BACKEND
-    return chosen.of_model(model, run_eagerly=run_eagerly)
+    return chosen.of_model(
+        model,
+        run_eagerly=run_eagerly,
+        compiles_all_shapes=compiles_all_shapes,
+    )

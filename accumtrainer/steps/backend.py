@@ -59,13 +59,22 @@ class Backend(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def of_model(cls, model: Model | None, *, run_eagerly: bool) -> "Backend":
+    def of_model(
+        cls,
+        model: Model | None,
+        *,
+        run_eagerly: bool,
+        compiles_all_shapes: bool,
+    ) -> "Backend":
         """Make the backend for a model.
 
         Args:
             model: the one whose replicas share windows out, if it has
                 several; `None` to keep to one device.
             run_eagerly: whether nothing is compiled, for debugging.
+            compiles_all_shapes: whether XLA compiles what it may for all
+                shapes, and not only for the first few where others can run
+                without it.
         """
 
     # Which plan suits it.
@@ -137,6 +146,18 @@ class Backend(abc.ABC):
     ) -> None:
         """Prepare a compiled function for arguments of different shapes."""
         del function, calls  # a program has one shape
+
+    def compiled_shapes(self) -> dict[str, list[str]]:
+        """Tell which shapes XLA has compiled for, while others run without.
+
+        Returns:
+            What `expect_shapes` takes, in another process too.
+        """
+        return {}  # XLA compiles for all
+
+    def expect_shapes(self, shapes: dict[str, list[str]]) -> None:
+        """Have XLA compile for shapes as if they had come already."""
+        del shapes
 
     @abc.abstractmethod
     def constant(self, value: np.ndarray) -> Tensor:

@@ -61,7 +61,11 @@ class Engine:
         self._jit_compile = jit_compile
         self._run_eagerly = run_eagerly
         self._max_consecutive_skips = max_consecutive_skips
-        self._backend = make_backend(run_eagerly=run_eagerly, model=self._model)
+        self._backend = make_backend(
+            run_eagerly=run_eagerly,
+            model=self._model,
+            compiles_all_shapes=jit_compile is True,
+        )
         self._evaluator = Evaluator(
             hooks,
             state,
@@ -121,6 +125,11 @@ class Engine:
     def plan(self):
         """`Plan` of the windows, `None` before the first."""
         return None if self._plan is None else self._sizing.complete(self._plan)
+
+    @property
+    def compiled_shapes(self):
+        """For which shapes there are programs, a nest of str."""
+        return self._backend.compiled_shapes()
 
     @property
     def has_begun(self):
@@ -278,6 +287,7 @@ class Engine:
         plan = snapshot.about["plan"]
         if plan is None or plan["run_eagerly"]:
             return None
+        self._backend.expect_shapes(snapshot.about.get("compiled_shapes", {}))
         # What fits is found out anew: this may be another device.
         return Plan(name=plan["name"], jit_compile=plan["jit_compile"])
 

@@ -55,7 +55,8 @@ class JaxBackend(Backend):
         self._has_warned = False
 
     @classmethod
-    def of_model(cls, model, *, run_eagerly):
+    def of_model(cls, model, *, run_eagerly, compiles_all_shapes):
+        del compiles_all_shapes  # XLA is all there is
         distribution = None if model is None else current_distribution()
         return cls(run_eagerly=run_eagerly, distribution=distribution)
 

@@ -4,15 +4,23 @@ Variables are updated in place; `tf.function` orders reads and writes as they
 are written.
 """
 
+import warnings
+
 import numpy as np
 import tensorflow as tf
 
+from accumtrainer import errors
 from accumtrainer.keras_api import strategy_of, tree
 from accumtrainer.steps.backend import Backend
 from accumtrainer.steps.memory import Backup
 from accumtrainer.steps.tensorflow.fit import next_batch, next_batches
 from accumtrainer.steps.tensorflow.memory import Peak
-from accumtrainer.steps.tensorflow.programs import Compiled, to_spec
+from accumtrainer.steps.tensorflow.programs import (
+    XLA_SHAPES,
+    Compiled,
+    XlaShapes,
+    to_spec,
+)
 from accumtrainer.steps.tensorflow.replicas import TensorFlowReplicas
 
 # How many squares are added up side by side, and from how many rows on.
@@ -27,6 +35,7 @@ class TensorFlowBackend(Backend):
         run_eagerly: bool, whether to run everything as plain Python.
         strategy: `tf.distribute.Strategy` whose replicas share windows out,
             or `None` to use one device.
+        compiles_all_shapes: bool, see `of_model`.
     """
 
     name = "tensorflow"
@@ -34,20 +43,30 @@ class TensorFlowBackend(Backend):
     has_own_pipeline = True
     fit_hands_state_over = False
 
-    def __init__(self, *, run_eagerly=False, strategy=None):
+    def __init__(
+        self, *, run_eagerly=False, strategy=None, compiles_all_shapes=False
+    ):
         self._run_eagerly = run_eagerly
         self._devices = TensorFlowReplicas(strategy)
         self.replicas = self._devices.count
         self.processes = self._devices.processes
         self.is_chief = self._devices.is_chief
+        self._xla_shapes = XlaShapes(
+            None if compiles_all_shapes else XLA_SHAPES, _warn_of_many_shapes
+        )
+        # Whether what a replica runs is for XLA.
         self._jit_compile = False
         # Whether what is being traced is for XLA.
         self._is_for_xla = False
 
     @classmethod
-    def of_model(cls, model, *, run_eagerly):
+    def of_model(cls, model, *, run_eagerly, compiles_all_shapes):
         strategy = None if model is None else strategy_of(model)
-        return cls(run_eagerly=run_eagerly, strategy=strategy)
+        return cls(
+            run_eagerly=run_eagerly,
+            strategy=strategy,
+            compiles_all_shapes=compiles_all_shapes,
+        )
 
     def prefer(self, *, loops_badly, supports_jit):
         return "fused", supports_jit and not loops_badly
@@ -75,17 +94,28 @@ class TensorFlowBackend(Backend):
             return lambda *args: function(
                 *(tree.map_structure(_to_tensor, arg) for arg in args)
             )
-        if self.replicas > 1:
-            # XLA compiles what a replica runs, see `TensorFlowReplicas.sum`.
-            self._jit_compile, jit_compile = jit_compile, False
+        # XLA compiles what a replica runs, see `TensorFlowReplicas.sum`.
+        is_outside = self.replicas > 1
 
-        def traced(*arguments):
-            self._is_for_xla = jit_compile
+        def traced(uses_xla, *arguments):
+            self._jit_compile = uses_xla
+            self._is_for_xla = uses_xla and not is_outside
             return function(*arguments)
 
-        # An accelerator may still be reading when the host goes on.
-        shares_memory = not self.has_accelerator()
-        return Compiled(traced, jit_compile, shares_memory=shares_memory)
+        return Compiled(
+            traced,
+            jit_compile,
+            self._xla_shapes,
+            is_outside=is_outside,
+            # An accelerator may still be reading when the host goes on.
+            shares_memory=not self.has_accelerator(),
+        )
+
+    def compiled_shapes(self):
+        return self._xla_shapes.as_dict()
+
+    def expect_shapes(self, shapes):
+        self._xla_shapes.load(shapes)
 
     def expect(self, function, calls):
         if isinstance(function, Compiled):
@@ -279,7 +309,8 @@ class TensorFlowBackend(Backend):
             int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in variables
         )
         try:
-            run()  # compiles
+            with self._xla_shapes.on_trial():
+                run()  # compiles
             with Peak(self._accelerators()) as peak:
                 run()
         finally:
@@ -309,6 +340,14 @@ class TensorFlowBackend(Backend):
 
     def mark_step(self, name, number):
         return tf.profiler.experimental.Trace(name, step_num=number, _r=1)
+
+
+def _warn_of_many_shapes(shapes):
+    warnings.warn(
+        errors.MANY_SHAPES.format(shapes=shapes)
+        + errors.MANY_SHAPES_XLA.format(count=XLA_SHAPES),
+        stacklevel=2,
+    )
 
 
 def _in_float32(gradient):

@@ -1,6 +1,8 @@
 """TensorFlow programs of functions, found by the shapes of what they take."""
 
+import contextlib
 import functools
+import sys
 from typing import Any, cast
 
 import numpy as np
@@ -9,6 +11,72 @@ import tensorflow as tf
 
 from accumtrainer.data.batches import ALIGNMENT, empty_for_device
 
+MANY_SHAPES = 4
+"""Compiled by XLA for that many shapes, a function is worth a warning."""
+
+
+XLA_SHAPES = 8
+"""For how many sets of shapes XLA compiles a function, if it may choose.
+
+Each takes 1 to 6 seconds to compile for a small text model on two cores, and
+then saves 0.002 to 0.1 seconds a window: those that come after so many others
+will hardly come often enough.
+"""
+
+
+class XlaShapes:
+    """The shapes that XLA compiles for: the first few of each kind.
+
+    Args:
+        limit: int, how many; `None` for all.
+        warn: function that is given the latest shapes once there are many.
+    """
+
+    def __init__(self, limit, warn):
+        self._limit = limit
+        self._warn = warn
+        self._seen = {}
+
+    def admit(self, kind, leaves):
+        """Decide whether XLA compiles a function for what it is given.
+
+        Args:
+            kind: str, what all such arguments have in common.
+            leaves: list of arrays or tensors.
+
+        Returns:
+            bool, the same whenever such shapes come again.
+        """
+        seen = self._seen.setdefault(kind, [])
+        shapes = str([tuple(leaf.shape) for leaf in leaves])
+        if shapes in seen:
+            return True
+        if self._limit is not None and len(seen) >= self._limit:
+            return False
+        seen.append(shapes)
+        if self._limit is None and len(seen) == MANY_SHAPES:
+            self._warn(shapes)
+        return True
+
+    @contextlib.contextmanager
+    def on_trial(self):
+        """Make a scope that admits all shapes, and forgets them."""
+        limit, seen = self._limit, self.as_dict()
+        self._limit = sys.maxsize
+        try:
+            yield
+        finally:
+            self._limit = limit
+            self.load(seen)
+
+    def as_dict(self):
+        """Return what has been admitted, dict of lists of str."""
+        return {kind: list(shapes) for kind, shapes in self._seen.items()}
+
+    def load(self, seen):
+        """Go on from what `as_dict` returned."""
+        self._seen = {kind: list(shapes) for kind, shapes in seen.items()}
+
 
 class Compiled:
     """A `tf.function` that looks its programs up by shape and type alone.
@@ -16,18 +84,31 @@ class Compiled:
     `tf.function` itself takes longer to find the program for some nested
     arguments than a small model takes to run it.
 
+    A program for XLA is for one set of shapes. It would compile one whose
+    sizes are left open for each of them all the same; and of some such
+    programs, as of a recurrent layer behind an embedding in a loop, XLA does
+    not survive the compilation. Without XLA one program serves all sizes.
+
     Args:
-        function: function of nests of tensors.
-        jit_compile: bool, whether XLA compiles it.
+        function: function of whether it is traced for XLA, a bool, and of
+            nests of tensors.
+        jit_compile: bool, whether XLA may compile it.
+        shapes: `XlaShapes`, for which XLA does.
+        is_outside: bool, whether only a part that the function compiles
+            itself is for XLA.
         shares_memory: bool, whether to compute with arrays where they are.
     """
 
-    def __init__(self, function, jit_compile, *, shares_memory):
+    def __init__(
+        self, function, jit_compile, shapes, *, is_outside, shares_memory
+    ):
         self._function = function
         self._jit_compile = jit_compile
+        self._shapes = shapes
+        self._is_outside = is_outside
         self._to_tensor = to_tensor if shares_memory else tf.convert_to_tensor
         self._programs = {}
-        self._structures = {}
+        self._functions = {}
 
     def expect(self, calls):
         """Trace one program for calls to come, whose shapes differ.
@@ -38,12 +119,14 @@ class Compiled:
         for arguments in calls:
             leaves, treedef = optree.tree_flatten(cast(Any, arguments))
             key = _key(leaves, treedef)
-            if key not in self._programs:
-                strangers[key] = leaves
-                kinds.add((treedef, *map(_kind, leaves)))
+            if key in self._programs or self._uses_xla(leaves, treedef):
+                continue
+            strangers[key] = leaves
+            kinds.add((treedef, *map(_kind, leaves)))
         if len(strangers) > 1 and len(kinds) == 1:
             alike = zip(*strangers.values(), strict=True)
-            program = self._trace(list(map(_joint_spec, alike)), treedef)
+            specs = list(map(_joint_spec, alike))
+            program = self._trace(specs, treedef, uses_xla=False)
             self._programs |= dict.fromkeys(strangers, program)
 
     def __call__(self, *arguments):
@@ -51,25 +134,33 @@ class Compiled:
         key = _key(leaves, treedef)
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self._trace(leaves, treedef)
+            uses_xla = self._uses_xla(leaves, treedef)
+            program = self._trace(leaves, treedef, uses_xla)
+            self._programs[key] = program
         return program(*map(self._to_tensor, leaves))
 
-    def _trace(self, leaves, treedef):
+    def _uses_xla(self, leaves, treedef):
+        if not self._jit_compile:
+            return False
+        kind = f"{treedef} {[_kind(leaf) for leaf in leaves]}"
+        return self._shapes.admit(kind, leaves)
+
+    def _trace(self, leaves, treedef, uses_xla):
         # What reduces retracing joins shapes of different ranks into one of
         # unknown rank, with which a loss can do nothing.
-        structure = treedef, *(len(leaf.shape) for leaf in leaves)
-        if structure not in self._structures:
-            self._structures[structure] = tf.function(
-                functools.partial(self._run, treedef),
-                jit_compile=self._jit_compile,
-                reduce_retracing=True,
+        structure = treedef, uses_xla, *(len(leaf.shape) for leaf in leaves)
+        if structure not in self._functions:
+            self._functions[structure] = tf.function(
+                functools.partial(self._run, treedef, uses_xla),
+                jit_compile=uses_xla and not self._is_outside,
+                reduce_retracing=not uses_xla,
                 autograph=False,
             )
         specs = map(to_spec, leaves)
-        return self._structures[structure].get_concrete_function(*specs)
+        return self._functions[structure].get_concrete_function(*specs)
 
-    def _run(self, treedef, *leaves):
-        return self._function(*optree.tree_unflatten(treedef, leaves))
+    def _run(self, treedef, uses_xla, *leaves):
+        return self._function(uses_xla, *optree.tree_unflatten(treedef, leaves))
 
 
 def _key(leaves, treedef):
@@ -77,7 +168,7 @@ def _key(leaves, treedef):
 
 
 def _kind(leaf):
-    return len(leaf.shape), leaf.dtype
+    return len(leaf.shape), tf.as_dtype(leaf.dtype).name
 
 
 def _joint_spec(leaves):
