@@ -1,17 +1,17 @@
 """Frozen option values: what an update is, how losses scale, how often."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Literal
+from typing import Any, Literal
 
 TAILS = ("flush", "carry", "drop")
 COMBINES = ("exact", "mean", "sum")
 UNITS = ("updates", "epochs", "micro_batches", "samples", "seconds")
 
 
-def require_count(name, value, remedy, minimum=1):
+def require_count(name: str, value: Any, remedy: str, minimum: int = 1) -> int:
     """Check that an argument is a whole number of at least a minimum.
 
     Args:
@@ -42,7 +42,9 @@ def require_count(name, value, remedy, minimum=1):
     return int(value)
 
 
-def require_choice(name, value, choices, remedy):
+def require_choice(
+    name: str, value: Any, choices: Collection, remedy: str
+) -> None:
     """Check that an argument is one of a few words.
 
     Raises:
@@ -56,7 +58,13 @@ def require_choice(name, value, choices, remedy):
         )
 
 
-def require_number(name, value, rule, remedy, is_allowed):
+def require_number(
+    name: str,
+    value: Any,
+    rule: str,
+    remedy: str,
+    is_allowed: Callable[[float], bool],
+) -> float:
     """Check that an argument is a finite number that keeps a rule.
 
     Returns:
@@ -69,12 +77,12 @@ def require_number(name, value, rule, remedy, is_allowed):
     message = f"{name} must be {rule}. Received: {name}={value!r}. {remedy}"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(message)
-    if not math.isfinite(value) or not is_allowed(value):
+    if not math.isfinite(value) or not is_allowed(float(value)):
         raise ValueError(message)
     return float(value)
 
 
-def updates_per_epoch(batches_per_epoch, steps, tail):
+def updates_per_epoch(batches_per_epoch: int, steps: int, tail: str) -> int:
     """Count the updates of one epoch that starts with nothing carried over.
 
     Stands for:
@@ -171,7 +179,7 @@ class Accumulation:
             )
 
     @classmethod
-    def of(cls, value):
+    def of(cls, value: "Accumulation | int") -> "Accumulation":
         """Make an `Accumulation` of what a user may write for one.
 
         Args:
@@ -199,7 +207,7 @@ class Accumulation:
         )
         return cls(steps=steps)
 
-    def steps_at(self, epoch, updates):
+    def steps_at(self, epoch: int, updates: int) -> int:
         """Say how many loader batches make the next window.
 
         Args:
@@ -232,7 +240,7 @@ class Accumulation:
             ]
         return int(self.steps)
 
-    def updates(self, *, samples, batch_size, epochs=1):
+    def updates(self, *, samples: int, batch_size: int, epochs: int = 1) -> int:
         """Count the updates of a training run, to build a schedule for it.
 
         Args:
@@ -432,7 +440,7 @@ class Every:
             lambda number: number > 0,
         )
 
-    def is_due(self, before, after):
+    def is_due(self, before: Any, after: Any) -> bool:
         """Say whether a multiple of `n` was reached between two moments.
 
         Args:
@@ -447,7 +455,7 @@ class Every:
         later = getattr(after, self.unit)
         return later // self.n > earlier // self.n
 
-    def least_updates(self, since):
+    def least_updates(self, since: Any) -> int:
         """Say how many updates it takes at least until the next occasion.
 
         Args:
@@ -466,7 +474,9 @@ class Every:
         return self.n - since.updates % self.n
 
 
-def beta_for_batch(beta, *, batch_size, reference):
+def beta_for_batch(
+    beta: float, *, batch_size: float, reference: float
+) -> float:
     """Keep the half-life of a moving average, counted in samples.
 
     Adam's average of squared gradients forgets by `beta_2` at every update.

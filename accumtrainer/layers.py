@@ -2,6 +2,9 @@
 
 import abc
 import contextlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 from accumtrainer.keras_api import (
     check_statistics_support,
@@ -21,7 +24,7 @@ class WindowLayer(abc.ABC):
     """
 
     @abc.abstractmethod
-    def micro_batch(self, is_first):
+    def micro_batch(self, is_first: Any) -> AbstractContextManager:
         """Make a context manager around the passes of one micro-batch.
 
         Args:
@@ -29,18 +32,18 @@ class WindowLayer(abc.ABC):
         """
 
     @abc.abstractmethod
-    def after_apply(self):
+    def after_apply(self) -> None:
         """Act after an applied update, before `Trainer.after_apply`."""
 
     @property
-    def window_weights(self):
+    def window_weights(self) -> Sequence:
         """Weights that hold a window, and that `merge` puts together.
 
         Whatever else replicas move is averaged.
         """
         return ()
 
-    def merge(self, rows):
+    def merge(self, rows: list) -> None:
         """Assign to the window's weights what all replicas saw together.
 
         Args:
@@ -91,7 +94,7 @@ class AccumulatedBatchNormalization(
         ['window_count', 'window_mean', 'window_variance']
     """
 
-    def __init__(self, *args, **options):
+    def __init__(self, *args: Any, **options: Any):
         check_statistics_support()
         for name in ("synchronized", "renorm"):
             if options.get(name):
@@ -103,7 +106,7 @@ class AccumulatedBatchNormalization(
         super().__init__(*args, **options)
         self._is_in_window = False
 
-    def build(self, input_shape):
+    def build(self, input_shape: Any) -> None:
         """Create the weights."""
         super().build(input_shape)
         channels = (input_shape[self.axis],)
@@ -123,7 +126,9 @@ class AccumulatedBatchNormalization(
             )
         )
 
-    def call(self, inputs, training=None, mask=None):
+    def call(
+        self, inputs: Any, training: bool | None = None, mask: Any = None
+    ) -> Any:
         """Normalize a batch."""
         # Sums of half precision overflow.
         if keras.backend.standardize_dtype(inputs.dtype) != "float64":
@@ -155,7 +160,7 @@ class AccumulatedBatchNormalization(
         finally:
             self._is_in_window = False
 
-    def after_apply(self):
+    def after_apply(self) -> None:
         """Move the averages towards those of the window."""
         if not self.built:
             return
@@ -168,13 +173,13 @@ class AccumulatedBatchNormalization(
             average.assign(ops.where(is_empty, average.value, moved))
 
     @property
-    def window_weights(self):
+    def window_weights(self) -> Sequence:
         """Weights that hold a window, and that `merge` puts together."""
         if not self.built:  # as is a layer that a model has and never calls
             return ()
         return self.window_count, self.window_mean, self.window_variance
 
-    def merge(self, rows):
+    def merge(self, rows: list) -> None:
         """Pool the moments of all replicas."""
         for weight in self.window_weights:
             weight.assign(ops.zeros_like(weight.value))
@@ -257,7 +262,7 @@ def _moments(inputs, axis, mask):
     return ops.reshape(mean, [-1]), ops.reshape(variance, [-1]), count
 
 
-def plain_batch_normalizations(model):
+def plain_batch_normalizations(model: Any) -> list:
     """List the layers of a model whose averages move per micro-batch.
 
     Args:
@@ -275,7 +280,7 @@ def plain_batch_normalizations(model):
     ]
 
 
-def accumulate_statistics(model):
+def accumulate_statistics(model: Any) -> Any:
     """Put `AccumulatedBatchNormalization` in the place of the plain layers.
 
     Args:
@@ -305,7 +310,7 @@ def accumulate_statistics(model):
     )
 
 
-def restore_plain_statistics(model):
+def restore_plain_statistics(model: Any) -> Any:
     """Put the plain layers in the place of `AccumulatedBatchNormalization`.
 
     Args:

@@ -1,6 +1,7 @@
 """The only counters of a training run."""
 
 import dataclasses
+from typing import Any
 
 
 @dataclasses.dataclass(slots=True)
@@ -31,7 +32,7 @@ class Progress:
     epochs: int = 0
     seconds: float = 0.0
 
-    def copy(self):
+    def copy(self) -> "Progress":
         """Return the counts as they stand now, in a `Progress` of its own."""
         return Progress(
             self.updates,
@@ -42,12 +43,12 @@ class Progress:
             self.seconds,
         )
 
-    def as_dict(self):
+    def as_dict(self) -> dict[str, Any]:
         """Return the counts as a plain dict, ready to be saved."""
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, counts):
+    def from_dict(cls, counts: dict[str, Any]) -> "Progress":
         """Make a `Progress` of what `as_dict` returned.
 
         Raises:

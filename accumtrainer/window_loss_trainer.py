@@ -1,9 +1,13 @@
 """A Trainer for losses that couple the examples of a whole window."""
 
+from typing import Any
+
 from accumtrainer import errors
 from accumtrainer.config import Accumulation
+from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import ops, tree
 from accumtrainer.trainer import Trainer
+from accumtrainer.window.hooks import Info
 from accumtrainer.window.losses import WeightedLoss, count_samples
 
 
@@ -54,7 +58,7 @@ class WindowLossTrainer(Trainer):
 
     has_window_loss = True
 
-    def __init__(self, model, **options):
+    def __init__(self, model: Any, **options: Any):
         _check_options(type(self), options)
         super().__init__(model, **options)
         embeds = type(self).embed is not WindowLossTrainer.embed
@@ -66,7 +70,7 @@ class WindowLossTrainer(Trainer):
             )
         self._embeds_by_model = not embeds
 
-    def embed(self, batch, info):
+    def embed(self, batch: Batch, info: Info) -> Any:
         """Embed the examples of a micro-batch; override what is not enough.
 
         In training it runs twice for every micro-batch, with the same random
@@ -81,7 +85,7 @@ class WindowLossTrainer(Trainer):
         """
         return self._call_model(batch.x, training=info.training)
 
-    def window_loss(self, embeddings, batch, info):
+    def window_loss(self, embeddings: Any, batch: Batch, info: Info) -> Any:
         """Compute the loss of all examples of a window; to be overridden.
 
         Args:
@@ -97,7 +101,7 @@ class WindowLossTrainer(Trainer):
         # Never reached: a class without its own is refused when it is made.
         raise NotImplementedError
 
-    def compute_loss(self, batch, info):
+    def compute_loss(self, batch: Batch, info: Info) -> WeightedLoss:
         """Compute the loss of examples that are alone in their window."""
         embeddings = self.float_embeddings(batch, info)
         loss = self.window_loss(embeddings, batch._replace(x=None), info)

@@ -5,6 +5,8 @@ over anchors (over triplets where it says so), and nothing is a loss where
 there is nothing to compare with.
 """
 
+from typing import Any, Literal
+
 from accumtrainer.keras_api import ops
 
 # Below this, a distance counts as zero: its square root has no gradient.
@@ -15,8 +17,13 @@ FAR_BELOW = -1e30
 
 
 def batch_hard_triplet_loss(
-    embeddings, labels, *, margin=0.2, squared=False, sample_weight=None
-):
+    embeddings: Any,
+    labels: Any,
+    *,
+    margin: float | Literal["soft"] = 0.2,
+    squared: bool = False,
+    sample_weight: Any = None,
+) -> Any:
     """Compare each example's farthest friend with its nearest stranger.
 
     The batch-hard loss of Hermans et al. 2017, "In Defense of the Triplet
@@ -55,7 +62,9 @@ def batch_hard_triplet_loss(
     return _weighted_mean(losses, is_anchor, sample_weight)
 
 
-def batch_all_triplet_loss(embeddings, labels, *, margin=0.2, squared=False):
+def batch_all_triplet_loss(
+    embeddings: Any, labels: Any, *, margin: float = 0.2, squared: bool = False
+) -> Any:
     """Compare every friend of each example with every stranger.
 
     The batch-all loss of Hermans et al. 2017 (arXiv:1703.07737), equation 6,
@@ -89,8 +98,13 @@ def batch_all_triplet_loss(embeddings, labels, *, margin=0.2, squared=False):
 
 
 def info_nce_loss(
-    queries, keys, *, temperature=0.07, symmetric=False, sample_weight=None
-):
+    queries: Any,
+    keys: Any,
+    *,
+    temperature: Any = 0.07,
+    symmetric: bool = False,
+    sample_weight: Any = None,
+) -> Any:
     """Find each query's own key among the keys of all.
 
     InfoNCE with in-batch negatives: van den Oord et al. 2018
@@ -122,7 +136,7 @@ def info_nce_loss(
     return _weighted_mean(losses, None, sample_weight)
 
 
-def nt_xent_loss(first, second, *, temperature=0.5):
+def nt_xent_loss(first: Any, second: Any, *, temperature: Any = 0.5) -> Any:
     """Find each view's other view among all views.
 
     The normalized temperature-scaled cross-entropy of SimCLR: Chen et al.
@@ -157,7 +171,7 @@ def nt_xent_loss(first, second, *, temperature=0.5):
     )
 
 
-def pairwise_distances(embeddings, *, squared=False):
+def pairwise_distances(embeddings: Any, *, squared: bool = False) -> Any:
     """Compute the Euclidean distances between all embeddings.
 
     Args:

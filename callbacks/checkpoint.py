@@ -3,7 +3,10 @@
 import os
 import signal
 import warnings
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
 
 from accumtrainer import Callback, CheckpointDirectory, Every, Progress, Score
 
@@ -55,12 +58,12 @@ class Checkpoint(Callback):
 
     def __init__(
         self,
-        directory,
-        every=None,
-        keep=3,
-        keep_best=None,
-        mode="auto",
-        signals=("SIGTERM",),
+        directory: str | os.PathLike,
+        every: Every | None = None,
+        keep: int = 3,
+        keep_best: str | None = None,
+        mode: Literal["auto", "min", "max"] = "auto",
+        signals: Iterable[str] = ("SIGTERM",),
     ):
         super().__init__()
         every = Every(1, "epochs") if every is None else every
@@ -72,22 +75,22 @@ class Checkpoint(Callback):
         self.signals = tuple(signals)
         self._monitored = keep_best
         self._mode = _mode(keep_best) if mode == "auto" else mode
-        self._best = None
-        self._score = None
+        self._best: Score | None = None
+        self._score: Score | None = None
         self._is_new_best = False
-        self._since = None
-        self._saved_at = None
-        self._writer = None
-        self._writing = None
+        self._since: Any = None
+        self._saved_at: Any = None
+        self._writer: Any = None
+        self._writing: Any = None
         self._was_restored = False
 
     @property
-    def last_saved(self):
+    def last_saved(self) -> Path | None:
         """`Path` of the newest checkpoint written in full, or `None`."""
         names = self.checkpoints.names()
         return self.checkpoints.path / names[-1] if names else None
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs: Any = None) -> None:
         if not self._was_restored:
             self._best = self._score = self._saved_at = None
             self._since = self.trainer.progress
@@ -99,15 +102,15 @@ class Checkpoint(Callback):
             self.checkpoints.clean()
         self._writer = ThreadPoolExecutor(1, "checkpoint")
 
-    def on_validation_end(self, update, logs=None):
+    def on_validation_end(self, update: int, logs: Any = None) -> None:
         self._judge(logs)
 
-    def on_epoch_end(self, epoch, logs=None):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         # Of a validation these logs may tell long after it was made.
         if not (self._monitored or "").startswith("val_"):
             self._judge(logs)
 
-    def on_safe_point(self, reason, logs=None):
+    def on_safe_point(self, reason: str, logs: Any = None) -> None:
         if self._writer is None:
             return
         is_due = (
@@ -120,7 +123,7 @@ class Checkpoint(Callback):
         if reason in SAVES_ALWAYS:
             self._wait(is_last=True)
 
-    def on_train_end(self, logs=None):
+    def on_train_end(self, logs: Any = None) -> None:
         if self._writer is None:
             return
         try:
@@ -131,7 +134,7 @@ class Checkpoint(Callback):
             self._writer = None
             self._was_restored = False
 
-    def get_state(self):
+    def get_state(self) -> dict[str, Any]:
         best = self._best
         return {
             "best": None if best is None else best.value,
@@ -139,7 +142,7 @@ class Checkpoint(Callback):
             "saved_at": self._saved_at,
         }
 
-    def set_state(self, state):
+    def set_state(self, state: dict[str, Any]) -> None:
         best = state["best"]
         self._best = None if best is None else self._score_of(best)
         self._since = Progress.from_dict(state["since"])

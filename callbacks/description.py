@@ -4,13 +4,14 @@ import dataclasses
 import inspect
 import platform
 from importlib import metadata
+from typing import Any
 
 from accumtrainer.keras_api import BACKEND, KERAS_NAME, keras, schedule_of
 
 LIBRARIES = ("tensorflow", "jax", "jaxlib", "numpy")
 
 
-def describe_training(trainer, params):
+def describe_training(trainer: Any, params: dict[str, Any]) -> dict[str, Any]:
     """List everything that a Trainer and a `fit` were configured with.
 
     Args:
@@ -36,7 +37,7 @@ def describe_training(trainer, params):
     )
 
 
-def as_plain(value):
+def as_plain(value: Any) -> Any:
     """Turn options of any kind into what JSON knows."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]

@@ -1,5 +1,8 @@
 """Gradient accumulation inside plain `Model.fit`."""
 
+from collections.abc import Callable
+from typing import Any, Literal
+
 from accumtrainer import Accumulation, Callback, FitAccumulator, Progress
 
 
@@ -53,13 +56,13 @@ class GradientAccumulation(Callback):
 
     def __init__(
         self,
-        steps=None,
+        steps: int | dict[int, int] | Callable[[int], int] | None = None,
         *,
-        combine="exact",
-        denominator=None,
-        loss_scale="auto",
-        max_consecutive_skips=100,
-        **others,
+        combine: Literal["exact", "mean", "sum"] = "exact",
+        denominator: Any = None,
+        loss_scale: Any = "auto",
+        max_consecutive_skips: int | None = 100,
+        **others: Any,
     ):
         super().__init__()
         FitAccumulator.refuse_arguments(others, GradientAccumulation.__init__)
@@ -74,17 +77,17 @@ class GradientAccumulation(Callback):
             "loss_scale": loss_scale,
             "max_consecutive_skips": max_consecutive_skips,
         }
-        self._accumulator = None
+        self._accumulator: Any = None
         self._is_training = False
 
     @property
-    def progress(self):
+    def progress(self) -> Any:
         """A copy of the counters of the model's training by this callback."""
         if self._accumulator is None:
             return Progress()
         return self._accumulator.progress
 
-    def set_trainer(self, trainer):
+    def set_trainer(self, trainer: Any) -> None:
         """Refuse a Trainer, which accumulates by itself.
 
         Raises:
@@ -96,7 +99,7 @@ class GradientAccumulation(Callback):
             "Use Trainer(accumulation=...) instead."
         )
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs: Any = None) -> None:
         """Take over what `fit` calls for every batch."""
         model = self.model
         if self._accumulator is None or not self._accumulator.serves(model):
@@ -106,20 +109,20 @@ class GradientAccumulation(Callback):
         self._accumulator.install(self.params["steps"])
         self._is_training = True
 
-    def on_epoch_begin(self, epoch, logs=None):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin an epoch's running means."""
         self._accumulator.start_epoch(epoch)
 
-    def on_test_begin(self, logs=None):
+    def on_test_begin(self, logs: Any = None) -> None:
         """Make the last update before a validation, if one is open."""
         if self._is_training:
             self._accumulator.finish_window()
 
-    def on_epoch_end(self, epoch, logs=None):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Make the last update of the epoch, if one is open."""
         self._accumulator.end_epoch()
 
-    def on_train_end(self, logs=None):
+    def on_train_end(self, logs: Any = None) -> None:
         """Leave the model as it was, but trained."""
         if self._is_training:
             self._accumulator.uninstall()

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from typing import Any
 
 import numpy as np
 
@@ -84,7 +85,7 @@ class GradientNoiseScale(Callback):
     looks_at_model = False
     needs_gradient_norms = True
 
-    def __init__(self, *, every=None, decay=0.99):
+    def __init__(self, *, every: Every | None = None, decay: float = 0.99):
         super().__init__()
         every = Every(10, "updates") if every is None else every
         if not isinstance(every, Every):
@@ -110,7 +111,7 @@ class GradientNoiseScale(Callback):
         self._shown = self._sums
         self._since = Progress()
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs: Any = None) -> None:
         if self.trainer.replicas > 1:
             raise ValueError(
                 "GradientNoiseScale must watch a Trainer of one replica. "
@@ -123,7 +124,7 @@ class GradientNoiseScale(Callback):
         self._is_open = True
         self.summary = ""
 
-    def on_train_batch_end(self, batch, logs=None):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         trainer = self.trainer
         self._has_trained = True
         self._unread.append(
@@ -140,11 +141,11 @@ class GradientNoiseScale(Callback):
             self._shown, self._since = self._sums, trainer.progress
         logs.update(_numbers(self._shown))
 
-    def on_epoch_end(self, epoch, logs=None):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._read()
         logs.update(_numbers(self._sums))
 
-    def on_train_end(self, logs=None):
+    def on_train_end(self, logs: Any = None) -> None:
         if not self._is_open:
             return
         self._is_open = False
@@ -164,7 +165,7 @@ class GradientNoiseScale(Callback):
         if self.params.get("verbose"):
             print(self.summary)
 
-    def get_state(self):
+    def get_state(self) -> dict[str, Any]:
         self._read()
         return {
             "sums": self._sums.tolist(),
@@ -172,7 +173,7 @@ class GradientNoiseScale(Callback):
             "since": self._since.as_dict(),
         }
 
-    def set_state(self, state):
+    def set_state(self, state: dict[str, Any]) -> None:
         self._sums = np.array(state["sums"])
         self._shown = np.array(state["shown"])
         self._since = Progress.from_dict(state["since"])

@@ -1,5 +1,7 @@
 """A Trainer that keeps the last update's gradients where one can look."""
 
+from typing import Any
+
 from accumtrainer import Trainer
 from accumtrainer.keras_api import keras
 
@@ -25,7 +27,7 @@ class KeepGradients(Trainer):
         [(2, 1), (1,)]
     """
 
-    def __init__(self, model, **options):
+    def __init__(self, model: Any, **options: Any):
         super().__init__(model, **options)
         if not model.built:
             raise ValueError(
@@ -44,7 +46,7 @@ class KeepGradients(Trainer):
             for variable in model.trainable_variables
         }
 
-    def on_apply(self, gradients, info):
+    def on_apply(self, gradients: list[Any], info: Any) -> list[Any]:
         """Keep the gradients, as they are."""
         kept = self.kept_gradients.values()
         for variable, gradient in zip(kept, gradients, strict=True):

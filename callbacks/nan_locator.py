@@ -3,6 +3,7 @@
 import os
 import pathlib
 import warnings
+from typing import Any
 
 from accumtrainer import Callback
 
@@ -45,7 +46,13 @@ class NaNLocator(Callback):
     has_state = True
     looks_at_model = False
 
-    def __init__(self, directory, *, stop=False, most_reports=3):
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        stop: bool = False,
+        most_reports: int = 3,
+    ):
         super().__init__()
         if not isinstance(directory, str | os.PathLike):
             raise TypeError(
@@ -69,37 +76,37 @@ class NaNLocator(Callback):
         self._left = 0
         self._epoch = 0
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs: Any = None) -> None:
         self._unchecked = None
         self._seen = self.trainer.last_window
         self._left = self.most_reports
         self._is_open = self.may_write
 
-    def on_epoch_begin(self, epoch, logs=None):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
 
-    def on_train_batch_begin(self, batch, logs=None):
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._check()
 
-    def on_train_batch_end(self, batch, logs=None):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._look()
         if self.stop:
             self._check()
 
-    def on_epoch_end(self, epoch, logs=None):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._check()
 
-    def on_train_end(self, logs=None):
+    def on_train_end(self, logs: Any = None) -> None:
         # No hook tells of a window with which training ended in an error.
         if self.trainer.last_window is not self._seen:
             self._look()
         self._check()
         self._is_open = False
 
-    def get_state(self):
+    def get_state(self) -> dict[str, Any]:
         return {"reports": [str(path) for path in self.reports]}
 
-    def set_state(self, state):
+    def set_state(self, state: dict[str, Any]) -> None:
         self.reports = [pathlib.Path(path) for path in state["reports"]]
 
     def _look(self):

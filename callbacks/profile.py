@@ -1,8 +1,10 @@
 """Records what host and device do during a few updates."""
 
 import contextlib
+import os
 import pathlib
 import warnings
+from typing import Any
 
 from accumtrainer import Callback, mark_update, record_trace
 
@@ -34,7 +36,13 @@ class Profile(Callback):
     has_state = False
     looks_at_model = False
 
-    def __init__(self, directory, *, first_update=10, updates=5):
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        first_update: int = 10,
+        updates: int = 5,
+    ):
         super().__init__()
         if first_update < 0:
             raise ValueError(
@@ -54,11 +62,11 @@ class Profile(Callback):
         self._step = contextlib.ExitStack()
         self._is_recording = False
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs: Any = None) -> None:
         last_update = self.first_update + self.updates
         self._upcoming = iter(range(last_update + 1 if self.may_write else 0))
 
-    def on_train_batch_begin(self, batch, logs=None):
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         # Runs out after the last update of interest.
         update = next(self._upcoming, None)
         if update is None:
@@ -70,10 +78,10 @@ class Profile(Callback):
         if self._is_recording:
             self._step.enter_context(mark_update(update))
 
-    def on_train_batch_end(self, batch, logs=None):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._step.close()
 
-    def on_train_end(self, logs=None):
+    def on_train_end(self, logs: Any = None) -> None:
         self._step.close()
         self._stop()
 

@@ -5,8 +5,9 @@ import math
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
-from accumtrainer import Logger
+from accumtrainer import Every, Logger
 
 UNWRITABLE = (
     "path must name a file that can be written. Received: path={path!r} "
@@ -46,7 +47,7 @@ class RunLog(Logger):
         'a.jsonl'
     """
 
-    def __init__(self, path, every=None):
+    def __init__(self, path: str | os.PathLike, every: Every | None = None):
         super().__init__(every)
         if not isinstance(path, str | os.PathLike):
             raise TypeError(
@@ -54,13 +55,13 @@ class RunLog(Logger):
                 f"path={path!r}. Use for example 'runs/a.jsonl'."
             )
         self.path = Path(path)
-        self._file = None
+        self._file: Any = None
         self._size = 0
         self._begin = 0  # from here on lie points that may come again
         self._has_warned = False
         self._present = _Present()
 
-    def open(self):
+    def open(self) -> None:
         self._has_warned = False
         self._present = _Present()
         try:
@@ -75,7 +76,7 @@ class RunLog(Logger):
                 )
             ) from error
 
-    def write(self, updates, numbers):
+    def write(self, updates: int, numbers: dict[str, Any]) -> None:
         if self._present.has(updates, numbers):
             return
         line = json.dumps(_strict({"updates": updates} | numbers)) + "\n"
@@ -84,16 +85,16 @@ class RunLog(Logger):
         except OSError as error:
             self._warn_once(error)
 
-    def close(self):
+    def close(self) -> None:
         if self._file is not None:
             self._file.close()
         self._file = None
 
-    def get_state(self):
+    def get_state(self) -> dict[str, Any]:
         state = super().get_state()  # may write a point
         return state | {"begin_bytes": self._begin}
 
-    def set_state(self, state):
+    def set_state(self, state: dict[str, Any]) -> None:
         super().set_state(state)
         self._begin = state.get("begin_bytes", 0)
         if self._file is not None:

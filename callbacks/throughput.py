@@ -1,9 +1,11 @@
 """How fast training goes, and what it waits for."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from accumtrainer import Callback, Every, peak_memory_bytes
+from accumtrainer import Batch, Callback, Every, peak_memory_bytes
 
 
 class Throughput(Callback):
@@ -45,7 +47,12 @@ class Throughput(Callback):
     has_state = False
     looks_at_model = False
 
-    def __init__(self, *, every=None, tokens=None):
+    def __init__(
+        self,
+        *,
+        every: Every | None = None,
+        tokens: Callable[[Batch], int] | None = None,
+    ):
         super().__init__()
         every = Every(10, "updates") if every is None else every
         if not isinstance(every, Every):
@@ -61,17 +68,19 @@ class Throughput(Callback):
             )
         self.every = every
         self._count_tokens = tokens
-        self._meter = None
+        self._meter: Any = None
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs: Any = None) -> None:
         self._meter = _Meter(self.trainer)
-        self._first = self._last = self._epoch_begun = None
+        self._first: Any = None
+        self._last: Any = None
+        self._epoch_begun: Any = None
         self._numbers = {}
 
-    def on_epoch_begin(self, epoch, logs=None):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch_begun = self._meter.read()
 
-    def on_train_batch_end(self, batch, logs=None):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._meter.count(self._count_tokens)
         if self._first is None:
             self._first = self._last = self._meter.wait_and_read()
@@ -82,22 +91,22 @@ class Throughput(Callback):
             self._last, self._since = now, self.trainer.progress
         logs.update(self._numbers)
 
-    def on_epoch_end(self, epoch, logs=None):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         now = self._meter.wait_and_read()
         begun = self._epoch_begun
         if begun.windows < self._first_windows() < now.windows:
             begun = self._first
         logs.update(self._compare(begun, now))
 
-    def on_test_begin(self, logs=None):
+    def on_test_begin(self, logs: Any = None) -> None:
         if self._meter is not None:
             self._meter.pause()
 
-    def on_test_end(self, logs=None):
+    def on_test_end(self, logs: Any = None) -> None:
         if self._meter is not None:
             self._meter.go_on()
 
-    def on_train_end(self, logs=None):
+    def on_train_end(self, logs: Any = None) -> None:
         self._meter = None
 
     def _first_windows(self):

@@ -6,10 +6,12 @@ import os
 import pathlib
 import time
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from accumtrainer import Logger
+from accumtrainer import Every, Logger
 
 MOST_POINTS = 500
 """Points kept of one curve; when there are more, neighbours are merged."""
@@ -76,7 +78,12 @@ class TrainingPlot(Logger):
     looks_at_model = False
 
     def __init__(
-        self, path, *, every=None, redraw_secs=30.0, clock=time.monotonic
+        self,
+        path: str | os.PathLike,
+        *,
+        every: Every | None = None,
+        redraw_secs: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
     ):
         super().__init__(every=every)
         _check(path, redraw_secs)
@@ -88,7 +95,7 @@ class TrainingPlot(Logger):
         self._next_drawing = math.inf
         self._has_warned = False
 
-    def open(self):
+    def open(self) -> None:
         """Check what drawing needs, before time is spent on training."""
         self._check_format()
         if self._trainer_drawn is not self.trainer:
@@ -97,7 +104,7 @@ class TrainingPlot(Logger):
         self._has_warned = False
         self._next_drawing = self._clock() + self.redraw_secs
 
-    def write(self, updates, numbers):
+    def write(self, updates: int, numbers: dict[str, Any]) -> None:
         """Add a point to the curves, and draw them if that is due."""
         for name, value in numbers.items():
             if name in DRAWN or _is_validation_loss(name):
@@ -105,16 +112,16 @@ class TrainingPlot(Logger):
         if self._clock() >= self._next_drawing:
             self._draw()
 
-    def close(self):
+    def close(self) -> None:
         """Draw the last picture."""
         self._draw()
 
-    def get_state(self):
+    def get_state(self) -> dict[str, Any]:
         state = super().get_state()  # may write a point
         curves = {name: c.get_state() for name, c in self._curves.items()}
         return state | {"curves": curves}
 
-    def set_state(self, state):
+    def set_state(self, state: dict[str, Any]) -> None:
         super().set_state(state)
         self._curves = {
             name: _Curve(**curve) for name, curve in state["curves"].items()

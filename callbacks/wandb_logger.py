@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 import weakref
+from typing import Any
 
 import numpy as np
 
@@ -122,16 +123,16 @@ class WandbLogger(Logger):
 
     def __init__(
         self,
-        project=None,
+        project: str | None = None,
         *,
-        run=None,
-        every=None,
-        watch=None,
-        watch_every=None,
-        best=None,
-        log_checkpoints=None,
-        close_secs=60.0,
-        **init_options,
+        run: Any = None,
+        every: Every | None = None,
+        watch: str | None = None,
+        watch_every: Every | None = None,
+        best: dict[str, str] | None = None,
+        log_checkpoints: Any = None,
+        close_secs: float = 60.0,
+        **init_options: Any,
     ):
         super().__init__(every)
         _check_options(run, project, init_options, watch, watch_every, best)
@@ -146,23 +147,23 @@ class WandbLogger(Logger):
         self._options = init_options
         self._best = _Best(best or {})
         self._checkpoints = log_checkpoints
-        self._uploaded = None
-        self._sent_plan = None
-        self._run_id = None
+        self._uploaded: str | None = None
+        self._sent_plan: str | None = None
+        self._run_id: str | None = None
         self._last_updates = -1
         self._is_resumed = False
-        self._wandb = None
-        self._background = None
+        self._wandb: Any = None
+        self._background: Any = None
         self._has_warned = False
 
     @property
-    def run(self):
+    def run(self) -> Any:
         """The `wandb.Run`; `None` before W&B has answered."""
         return self._wandb.run if self._wandb else self._given_run
 
     # What every logger does.
 
-    def open(self):
+    def open(self) -> None:
         wandb = import_wandb()
         _check_init_options(wandb, self._options)
         self._check_watch()
@@ -173,18 +174,18 @@ class WandbLogger(Logger):
         if self._watched.updates < self._last_updates:
             self._run_id, self._last_updates = None, -1  # another training
 
-    def on_epoch_begin(self, epoch, logs=None):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         super().on_epoch_begin(epoch, logs)
         # Not earlier: a resume says in between which run it is.
         if self._is_open and self._background is None:
             self._start()
 
-    def on_train_batch_end(self, batch, logs=None):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         super().on_train_batch_end(batch, logs)
         if self._is_open and self.watch is not None:
             self._watch_if_due()
 
-    def write(self, updates, numbers):
+    def write(self, updates: int, numbers: dict[str, Any]) -> None:
         if self._background is None:
             self._start()  # the last point of a run that has nothing left
         self._last_updates = updates
@@ -198,11 +199,11 @@ class WandbLogger(Logger):
         self._send_plan_if_changed()
         self._warn_of_failures()
 
-    def on_safe_point(self, reason, logs=None):
+    def on_safe_point(self, reason: str, logs: Any = None) -> None:
         if self._is_open and self._background is not None:
             self._send_new_checkpoint()
 
-    def close(self):
+    def close(self) -> None:
         if self._background is None:
             return
         self._send_new_checkpoint()
@@ -215,7 +216,7 @@ class WandbLogger(Logger):
         if not is_finished:
             self._warn_once(UNFINISHED.format(secs=self.close_secs))
 
-    def get_state(self):
+    def get_state(self) -> dict[str, Any]:
         state = super().get_state()  # may write a point
         if self._background is not None:
             # A resume from here does not make these points again.
@@ -226,7 +227,7 @@ class WandbLogger(Logger):
             "best": self._best.values,
         }
 
-    def set_state(self, state):
+    def set_state(self, state: dict[str, Any]) -> None:
         super().set_state(state)
         run_id = state["run_id"]
         if run_id is not None:
@@ -238,7 +239,7 @@ class WandbLogger(Logger):
 
     # What this one does besides.
 
-    def upload(self, directory):
+    def upload(self, directory: str) -> None:
         """Send a directory as an artifact, of type "model".
 
         Args:

@@ -3,12 +3,13 @@
 import contextlib
 import re
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from accumtrainer.steps import make_backend
 
 
-def peak_memory_bytes():
+def peak_memory_bytes() -> int | None:
     """Return the most memory that has been in use so far.
 
     That of the fullest device, where devices say it; otherwise, as on a CPU,
@@ -25,7 +26,7 @@ def peak_memory_bytes():
     return peak
 
 
-def measure_peak_memory():
+def measure_peak_memory() -> tuple[int | None, str | None]:
     """Tell the most memory that has been in use so far, and of what.
 
     Returns:
@@ -57,7 +58,7 @@ def record_trace(directory):
         backend.stop_trace()
 
 
-def mark_update(number):
+def mark_update(number: int) -> AbstractContextManager:
     """Make a context manager that names an update in a trace.
 
     Args:

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from accumtrainer import errors
@@ -93,7 +94,7 @@ class Callback(keras.callbacks.Callback):
     has_state = False
 
     @property
-    def may_write(self):
+    def may_write(self) -> bool:
         """Whether it may leave anything behind.
 
         Not in a trial (`fast_dev_run`), and in one process of several.
@@ -101,11 +102,13 @@ class Callback(keras.callbacks.Callback):
         is_trial = (self.params or {}).get("fast_dev_run", False)
         return not is_trial and getattr(self.trainer, "is_chief", True)
 
-    def set_trainer(self, trainer):
+    def set_trainer(self, trainer: Any) -> None:
         """Tell the callback which Trainer it watches."""
         self.trainer = trainer
 
-    def on_micro_batch(self, index, logs=None):
+    def on_micro_batch(
+        self, index: int, logs: Mapping[str, Any] | None = None
+    ) -> None:
         """Look at one micro-batch, after its forward and backward pass.
 
         Args:
@@ -113,7 +116,9 @@ class Callback(keras.callbacks.Callback):
             logs: `Logs` of this micro-batch.
         """
 
-    def on_accumulate(self, index, logs=None):
+    def on_accumulate(
+        self, index: int, logs: Mapping[str, Any] | None = None
+    ) -> None:
         """Look on when a micro-batch has been added to its window.
 
         Args:
@@ -121,7 +126,9 @@ class Callback(keras.callbacks.Callback):
             logs: `Logs` of this micro-batch.
         """
 
-    def on_apply(self, update, logs=None):
+    def on_apply(
+        self, update: int, logs: Mapping[str, Any] | None = None
+    ) -> None:
         """Look at one window, applied or skipped.
 
         Args:
@@ -129,7 +136,9 @@ class Callback(keras.callbacks.Callback):
             logs: `Logs` of this window alone.
         """
 
-    def on_validation_end(self, update, logs=None):
+    def on_validation_end(
+        self, update: int, logs: Mapping[str, Any] | None = None
+    ) -> None:
         """Look at the result of one validation during training.
 
         Args:
@@ -137,7 +146,9 @@ class Callback(keras.callbacks.Callback):
             logs: `Logs` of the validation, names prefixed with `val_`.
         """
 
-    def on_safe_point(self, reason, logs=None):
+    def on_safe_point(
+        self, reason: str, logs: Mapping[str, Any] | None = None
+    ) -> None:
         """Look at training at rest: `trainer.snapshot()` is consistent now.
 
         Called after all other hooks of all callbacks.
@@ -149,7 +160,7 @@ class Callback(keras.callbacks.Callback):
             logs: empty.
         """
 
-    def get_state(self):
+    def get_state(self) -> Any:
         """Return what a checkpoint must keep, for a class with `has_state`.
 
         Returns:
@@ -157,7 +168,7 @@ class Callback(keras.callbacks.Callback):
         """
         return {}
 
-    def set_state(self, state):
+    def set_state(self, state: Any) -> None:
         """Go on from a state.
 
         Called twice: before `on_train_begin`, so that it can be taken into

@@ -3,6 +3,7 @@
 import abc
 import functools
 import time
+from typing import Any
 
 import numpy as np
 
@@ -55,7 +56,7 @@ class Logger(Callback, abc.ABC):
     is_logger = True
     has_state = True
 
-    def __init__(self, every=None):
+    def __init__(self, every: Every | None = None):
         super().__init__()
         every = Every(10, "updates") if every is None else every
         if not isinstance(every, Every):
@@ -77,11 +78,11 @@ class Logger(Callback, abc.ABC):
 
     # What a subclass fills in.
 
-    def open(self):
+    def open(self) -> None:
         """Get ready to write; called when a training begins."""
 
     @abc.abstractmethod
-    def write(self, updates, numbers):
+    def write(self, updates: int, numbers: dict[str, Any]) -> None:
         """Write one point.
 
         Args:
@@ -93,12 +94,12 @@ class Logger(Callback, abc.ABC):
                 later, in whatever thread.
         """
 
-    def close(self):
+    def close(self) -> None:
         """Finish writing; called when a training ends, however it ends."""
 
     # The story of a training, as told to callbacks.
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs: Any = None) -> None:
         self._unread, self._point = [], _Point()
         self._running = Logs()
         self._names_before = self._validated = frozenset()
@@ -110,10 +111,10 @@ class Logger(Callback, abc.ABC):
         if self._is_open:
             self.open()
 
-    def on_epoch_begin(self, epoch, logs=None):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
 
-    def on_train_batch_end(self, batch, logs=None):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # After most updates nothing else is done: it is time that training
         # does not get.
         if not self._is_open:
@@ -129,7 +130,7 @@ class Logger(Callback, abc.ABC):
         if self._updates_to_wait <= 0:
             self._find_out_whether_due()
 
-    def on_epoch_end(self, epoch, logs=None):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if not self._is_open:
             return
         names = self._names_of_updates()
@@ -144,19 +145,19 @@ class Logger(Callback, abc.ABC):
             self._write(self.trainer.progress.updates, written)
         self._validated = frozenset()
 
-    def on_test_begin(self, logs=None):
+    def on_test_begin(self, logs: Any = None) -> None:
         self._speed.pause()
 
-    def on_test_end(self, logs=None):
+    def on_test_end(self, logs: Any = None) -> None:
         self._speed.go_on()
 
-    def on_validation_end(self, update, logs=None):
+    def on_validation_end(self, update: int, logs: Any = None) -> None:
         if self._is_open:
             self._validated |= set(logs)
             self._write_what_was_due()
             self._write(update, logs)
 
-    def on_train_end(self, logs=None):
+    def on_train_end(self, logs: Any = None) -> None:
         if not self._is_open:
             return
         self._is_open = False
@@ -167,7 +168,7 @@ class Logger(Callback, abc.ABC):
         finally:
             self.close()
 
-    def get_state(self):
+    def get_state(self) -> dict[str, Any]:
         names = self._names_of_updates()
         self._write_what_was_due()
         self._read(self._unread)
@@ -178,7 +179,7 @@ class Logger(Callback, abc.ABC):
             "validated": sorted(self._validated),
         }
 
-    def set_state(self, state):
+    def set_state(self, state: dict[str, Any]) -> None:
         self._since = Progress.from_dict(state["since"])
         self._updates_to_wait = 0
         self._point = _Point.of_state(state["point"])

@@ -1,6 +1,8 @@
 """Numbers by name, fetched from the device when somebody looks."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +49,11 @@ class Logs(dict):
 
     __slots__ = ("_fetch",)
 
-    def __init__(self, fetch=None, extra=None):
+    def __init__(
+        self,
+        fetch: Callable[[], dict[str, Any]] | None = None,
+        extra: Any = None,
+    ):
         super().__init__(extra or {})
         self._fetch = fetch
         if fetch is not None:
@@ -87,7 +93,7 @@ class Logs(dict):
             self._read()
         return super().__getitem__(name)
 
-    def get(self, name, default=None):
+    def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self else default
 
     def __eq__(self, other):
@@ -102,16 +108,16 @@ class Logs(dict):
     def __ror__(self, other):
         return other | dict(self)
 
-    def copy(self):
+    def copy(self) -> dict[str, Any]:
         return dict(self)
 
-    def lazy_copy(self):
+    def lazy_copy(self) -> "Logs":
         """Return a copy that fetches for itself, for another thread."""
         copy = Logs(self._fetch)
         super(Logs, copy).update(super().items())
         return copy
 
-    def clear(self):
+    def clear(self) -> None:
         self._fetch = None
         super().clear()
 
@@ -119,7 +125,7 @@ class Logs(dict):
         return dict, (dict(self),)
 
 
-def to_number(value):
+def to_number(value: Any) -> Any:
     """Bring one logged value to the host.
 
     Args:

@@ -31,7 +31,9 @@ UNFINISHED = ".unfinished-"
 NAME = re.compile(r"(?P<number>\d{6,})-update-(?P<updates>\d+)")
 
 
-def write_checkpoint(path, snapshot, score=None):
+def write_checkpoint(
+    path: str | os.PathLike, snapshot: Snapshot, score: "Score | None" = None
+) -> None:
     """Write one checkpoint, replacing the one that may be there.
 
     Args:
@@ -145,12 +147,12 @@ def _is_empty(path):
     return path.is_dir() and not any(path.iterdir())
 
 
-def is_checkpoint(path):
+def is_checkpoint(path: str | os.PathLike) -> bool:
     """Say whether a directory looks like a checkpoint, good or not."""
     return (Path(path) / MANIFEST).is_file()
 
 
-def read_checkpoint(path):
+def read_checkpoint(path: str | os.PathLike) -> Snapshot:
     """Read one checkpoint, after checking that it is whole.
 
     Args:
@@ -227,7 +229,7 @@ class Score:
     value: float
     mode: Literal["min", "max"]
 
-    def is_better_than(self, other):
+    def is_better_than(self, other: "Score | None") -> bool:
         """Say whether this one is better than another; NaN never is."""
         return self.key < other.key
 
@@ -253,20 +255,22 @@ class CheckpointDirectory:
         True
     """
 
-    def __init__(self, path, *, keep=3, keep_best=False):
+    def __init__(
+        self, path: str | os.PathLike, *, keep: int = 3, keep_best: bool = False
+    ):
         self.path = Path(path)
         self._keep = keep
         self._keep_best = keep_best
         self._damaged = set()
 
-    def names(self):
+    def names(self) -> list[str]:
         """List the names of the checkpoints, good or not, oldest first."""
         if not self.path.is_dir():
             return []
         names = [p.name for p in self.path.iterdir() if p.is_dir()]
         return sorted(filter(NAME.fullmatch, names), key=_number)
 
-    def newest(self):
+    def newest(self) -> Snapshot | None:
         """Read the newest good checkpoint.
 
         Returns:
@@ -277,7 +281,7 @@ class CheckpointDirectory:
         """
         return self._first_good(reversed(self.names()))
 
-    def best(self):
+    def best(self) -> Snapshot | None:
         """Read the good checkpoint with the best score; see `newest`."""
         names = self._by_score()
         if not names and self.names():
@@ -286,7 +290,7 @@ class CheckpointDirectory:
             )
         return self._first_good(names)
 
-    def write(self, snapshot, score=None):
+    def write(self, snapshot: Snapshot, score: Score | None = None):
         """Write a checkpoint, then remove those that are not to be kept.
 
         Args:
@@ -371,7 +375,7 @@ def _number(name):
     return int(NAME.fullmatch(name)["number"])
 
 
-def find_checkpoint(path, which="latest"):
+def find_checkpoint(path: str | os.PathLike, which: str = "latest") -> Snapshot:
     """Read a checkpoint from its own directory or from a run's.
 
     Args:

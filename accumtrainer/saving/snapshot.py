@@ -44,7 +44,7 @@ class Snapshot:
     about: dict[str, Any]
 
     @property
-    def scales_loss(self):
+    def scales_loss(self) -> bool:
         """Whether the loss was scaled; older checkpoints do not say."""
         return self.about.get("scales_loss", True)
 

@@ -83,7 +83,7 @@ class AutoSize:
         self._backend = backend
         self._limit_bytes = limit_bytes
         self._size = self._peak_bytes = None
-        self._measured = None, None
+        self._measured: tuple[int | None, str | None] = None, None
         self._fitted = set()
 
     @property

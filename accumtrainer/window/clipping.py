@@ -18,7 +18,13 @@ What runs for each alone takes longer to compile and to start than they do.
 """
 
 
-def adaptive_clip(gradients, variables, *, clipping=0.01, eps=1e-3):
+def adaptive_clip(
+    gradients: list,
+    variables: list,
+    *,
+    clipping: float = 0.01,
+    eps: float = 1e-3,
+) -> list:
     """Bound each unit's gradient by a fraction of the norm of its weights.
 
     This is adaptive gradient clipping (Brock et al. 2021, arXiv:2102.06171,
