@@ -342,7 +342,7 @@ def test_window_that_broke_off_leaves_nothing_for_the_next(monkeypatch):
             raise MemoryError
         return function(key, run)
 
-    monkeypatch.setattr(step, "_function", fail)
+    monkeypatch.setattr(step, "function", fail)
     with pytest.raises(MemoryError):
         trainer.fit(cut((5, 1, 5, 5), 1e6 * X, Y), verbose=0)
     monkeypatch.undo()
