@@ -335,7 +335,7 @@ def test_window_that_broke_off_leaves_nothing_for_the_next(monkeypatch):
     trainer.fit(cut((5, 1, 5, 5), X, Y), verbose=0)
     before, _ = averages(model)
     step = trainer._engine._step
-    function = step._function
+    function = step.function
 
     def fail(key, run):
         if key[0] == "apply":
