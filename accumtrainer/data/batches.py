@@ -251,8 +251,8 @@ def name_of(field, path):
     return field + "".join(f"[{key!r}]" for key in path)
 
 
-def as_arrays(nest, name):
-    """Turn every leaf of a nest into a NumPy array, without copying if it can.
+def as_arrays(nest, name, *, copy=False):
+    """Turn every leaf of a nest into a NumPy array.
 
     Floats are cast to `keras.config.floatx()` as `keras.Model.fit` does; other
     dtypes stay. A pandas Series of shape `[n]` becomes `[n, 1]`, as in Keras.
@@ -260,6 +260,10 @@ def as_arrays(nest, name):
     Args:
         nest: arrays, tensors of any backend, pandas objects, or nests of them.
         name: what the user calls the nest, for the message.
+        copy: whether the arrays have to have memory of their own. Nothing
+            tells that nobody writes to what a leaf looks at: a view that is
+            read-only, an array whose owner may lift that again, a tensor made
+            of a NumPy array or by DLPack.
 
     Returns:
         The same nest of arrays of rank 1 or more; `None` stays `None`.
@@ -267,11 +271,11 @@ def as_arrays(nest, name):
     Raises:
         TypeError: a leaf is no dense array with one row per sample.
     """
-    return map_leaves(lambda leaf: _as_array(leaf, name), nest)
+    return map_leaves(lambda leaf: _as_array(leaf, name, copy), nest)
 
 
-def _as_array(leaf, name):
-    array = np.asarray(leaf)
+def _as_array(leaf, name, copy):
+    array = np.asarray(_readable(leaf))
     if array.ndim == 0 or (array.dtype == object and not is_text(array)):
         raise TypeError(
             errors.NOT_AN_ARRAY.format(name=name, received=_describe(leaf))
@@ -279,9 +283,21 @@ def _as_array(leaf, name):
     if type(leaf).__module__.startswith("pandas") and array.ndim == 1:
         array = array[:, None]
     # By name, because bfloat16 is no float to NumPy.
-    if "float" in array.dtype.name:
-        return array.astype(keras.config.floatx(), copy=False)
-    return array
+    is_float = "float" in array.dtype.name
+    dtype = keras.config.floatx() if is_float else array.dtype
+    return array.astype(dtype, order="C" if copy else "K", copy=copy)
+
+
+def _readable(leaf):
+    """Make of a torch tensor one that NumPy can read; leave others alone."""
+    kind = type(leaf)
+    if not any(c.__module__ == "torch" for c in kind.__mro__):
+        return leaf
+    tensor = leaf.detach().cpu()
+    # NumPy has neither bfloat16 nor the float8 types, of which float32 holds
+    # every number.
+    is_short = tensor.is_floating_point() and tensor.element_size() < 4
+    return tensor.float() if is_short else tensor
 
 
 def is_text(array):
@@ -312,7 +328,9 @@ def unpack(item):
             or a list, or x alone as an array or a dict.
 
     Returns:
-        `Batch` of NumPy arrays, floats cast to `keras.config.floatx()`.
+        `Batch` of NumPy arrays that nobody else can write to, as a loader may
+        fill what it yielded again for its next item; floats cast to
+        `keras.config.floatx()`.
 
     Raises:
         TypeError: a leaf is no dense array.
@@ -330,7 +348,7 @@ def unpack(item):
             "several inputs into one tuple or dict: ((x1, x2), y)."
         )
     named = zip(Batch._fields[: len(parts)], parts, strict=True)
-    return Batch(*(as_arrays(part, name) for name, part in named))
+    return Batch(*(as_arrays(part, name, copy=True) for name, part in named))
 
 
 def count_samples(batch):

@@ -160,7 +160,9 @@ def as_batch(item):
             of them; arrays or tensors.
 
     Returns:
-        `Batch`, floats cast to `keras.config.floatx()` as a Trainer does.
+        `Batch`, floats cast to `keras.config.floatx()` as a Trainer does;
+        arrays have memory of their own, as a generator may fill what it
+        yielded again for its next item.
     """
     parts = item if isinstance(item, (tuple, list)) else (item,)
     return Batch(*map(_as_floatx, parts))
@@ -174,7 +176,9 @@ def _as_floatx(part):
 
 def _cast(leaf):
     floatx = keras.config.floatx()
-    return ops.cast(leaf, floatx) if _differs(leaf.dtype, floatx) else leaf
+    if _differs(leaf.dtype, floatx):
+        return ops.cast(leaf, floatx)
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 @functools.cache

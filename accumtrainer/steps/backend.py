@@ -9,7 +9,7 @@ part is missing.
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -366,12 +366,13 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def next_batches(
         self, iterator: Iterator, count: int
-    ) -> tuple[list[Nest] | None, Nest]:
+    ) -> tuple[Iterable[Nest] | None, Nest]:
         """Take the next batches that `Model.fit` would train on.
 
         Returns:
             Pair: up to `count` batches, at least one, and `None`; or `None`,
-            and a nest of tensors `[count, m, ...]`.
+            and a nest of tensors `[count, m, ...]`. Each batch is to be read
+            before the next, which may be in the same memory.
 
         Raises:
             StopIteration: there is none.

@@ -81,6 +81,91 @@ class FillsTheSameItem(keras.utils.PyDataset):
         return self._own
 
 
+class ShowsTheSameArrays:
+    """Yields something that looks at the same two arrays, filled anew.
+
+    Args:
+        arrays: the data.
+        show: function from an array to what looks at it.
+    """
+
+    def __init__(self, arrays, show):
+        self._source = FillsTheSameArrays(arrays)
+        self._show = show
+
+    def __iter__(self):
+        for batch in self._source:
+            yield tuple(map(self._show, batch))
+
+
+def read_only(array):
+    """Return a view through which nobody can write."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def read_only_buffer(array):
+    """Return an array over a read-only window on the memory of another."""
+    memory = memoryview(array).toreadonly()
+    return np.frombuffer(memory, array.dtype).reshape(array.shape)
+
+
+def window_over_windows(array):
+    """Return views of views, none of which can be written through."""
+    return np.lib.stride_tricks.sliding_window_view(array, array.shape)[0, 0]
+
+
+@pytest.mark.parametrize(
+    "show",
+    [
+        read_only,
+        read_only_buffer,
+        window_over_windows,
+        lambda array: np.broadcast_to(array, array.shape),
+        lambda array: read_only(read_only(array)),
+    ],
+    ids=["view", "buffer", "sliding", "broadcast", "views"],
+)
+def test_loader_may_show_the_same_arrays_again_read_only(arrays, show):
+    assert not show(arrays[0]).flags.writeable
+    assert_trains_like_numpy(arrays, ShowsTheSameArrays(arrays, show))
+
+
+def test_loader_may_forbid_writing_until_it_fills_the_same_arrays(arrays):
+    class LocksTheSameArrays(FillsTheSameArrays):
+        def __iter__(self):
+            for batch in super().__iter__():
+                for array in batch:
+                    array.flags.writeable = False
+                yield batch
+                for array in batch:
+                    array.flags.writeable = True
+
+    assert_trains_like_numpy(arrays, LocksTheSameArrays(arrays))
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="is about arrays of JAX")
+def test_loader_may_yield_arrays_of_jax_that_share_memory_it_fills(arrays):
+    import jax
+
+    from accumtrainer.data.batches import empty_for_device
+
+    loader = FillsTheSameArrays(arrays)
+    loader._own = tuple(
+        empty_for_device(array.shape, array.dtype) for array in loader._own
+    )
+    shown = [jax.device_put(array) for array in loader._own]
+    loader._own[0][:] = 7
+    assert (np.asarray(shown[0]) == 7).all(), "JAX shares no memory any more"
+
+    class Shows:
+        def __iter__(self):
+            return (tuple(map(jax.device_put, batch)) for batch in loader)
+
+    assert_trains_like_numpy(arrays, Shows())
+
+
 def test_loader_may_fill_the_same_arrays_again(arrays):
     assert_trains_like_numpy(arrays, FillsTheSameArrays(arrays))
 
@@ -113,6 +198,64 @@ def test_batch_already_on_the_device_is_not_taken_away(arrays):
     trainer.train_on_batch(x, y)
     trainer.train_on_batch(x, y)
     assert not x.is_deleted() and not y.is_deleted()
+
+
+class LikeTorch:
+    """A tensor as torch has it in bfloat16, which NumPy cannot read."""
+
+    __module__ = "torch"
+
+    def __init__(self, array, *, itemsize=2):
+        self._array, self._itemsize = array, itemsize
+
+    def __array__(self, dtype=None, copy=None):
+        if self._itemsize < 4:
+            raise TypeError("Got unsupported ScalarType BFloat16")
+        return self._array
+
+    def __len__(self):
+        return len(self._array)
+
+    def detach(self):
+        return self
+
+    def cpu(self):
+        return self
+
+    def is_floating_point(self):
+        return True
+
+    def element_size(self):
+        return self._itemsize
+
+    def float(self):
+        return LikeTorch(self._array, itemsize=4)
+
+
+def test_tensors_that_numpy_cannot_read_train_like_numpy(arrays):
+    batches = [tuple(map(LikeTorch, batch)) for batch in batches_of(arrays)]
+    assert_trains_like_numpy(arrays, batches)
+    assert_trains_like_numpy(
+        arrays,
+        *map(LikeTorch, arrays),
+        batch_size=BATCH_SIZE,
+        shuffle=False,
+    )
+
+
+def test_torch_tensors_in_bfloat16_train_like_their_values(arrays):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    tensors = [torch.from_numpy(array).bfloat16() for array in arrays]
+    tensors[0].requires_grad_()
+    values = [tensor.detach().float().numpy() for tensor in tensors]
+    batches = [
+        tuple(tensor[start : start + BATCH_SIZE] for tensor in tensors)
+        for start in range(0, SAMPLES, BATCH_SIZE)
+    ]
+    assert_trains_like_numpy(values, batches)
+    assert_trains_like_numpy(
+        values, *tensors, batch_size=BATCH_SIZE, shuffle=False
+    )
 
 
 def test_torch_data_loader_trains_like_numpy(arrays):

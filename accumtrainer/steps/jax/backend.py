@@ -144,7 +144,8 @@ class JaxBackend(Backend):
 
     def next_batches(self, iterator, count):
         first = next(iterator)
-        return [first, *itertools.islice(iterator, count - 1)], None
+        rest = itertools.islice(iterator, count - 1)
+        return itertools.chain([first], rest), None
 
     def is_distributed(self, model):
         del model
