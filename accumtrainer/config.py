@@ -127,7 +127,8 @@ class Accumulation:
             does not tell, so there it must be given.
         tail: what happens to the batches left over when an epoch ends inside
             a window, with `steps` alone: `"flush"` makes a smaller update,
-            `"carry"` keeps them for the next epoch, `"drop"` forgets them.
+            `"carry"` keeps them for the next epoch, or for a last update
+            where training ends; `"drop"` forgets them.
         combine: `"exact"` gives the gradient of the whole window as one
             batch; `"mean"` the plain mean of micro-batch gradients; `"sum"`
             their sum.

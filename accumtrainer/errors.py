@@ -241,6 +241,25 @@ BATCH_HAS_CHANGED = (
     "interruption."
 )
 
+RAN_OUT = (
+    "Your input ran out of data: it had {batches} loader batches where {steps} "
+    "steps were asked for. The epoch, or the evaluation, ends with them. Give "
+    "no more steps than the data hold, or data that repeat."
+)
+
+NO_MORE_EPOCHS = (
+    "Your input ran out of data: it had nothing for epoch {epoch}, counting "
+    "from 0. Training ends with the epochs before. Give data that can be "
+    "iterated again (a list, a dataset, an object whose __iter__ starts "
+    "afresh), or a generator that yields enough for all epochs."
+)
+
+NO_MORE_VALIDATION = (
+    "Your validation_data ran out of data: they can be iterated only once. "
+    "Training goes on without validation. Give data that can be iterated "
+    "again, or a generator and validation_steps."
+)
+
 NO_BATCHES = (
     "A data source must yield at least one batch in every epoch. Received: "
     "none in epoch {epoch}. Give steps_per_epoch no larger than what the "
@@ -405,6 +424,10 @@ class NonFiniteError(ArithmeticError):
 
 class DataError(RuntimeError):
     """A data source broke its promise while training was running."""
+
+
+class NothingLeftError(DataError):
+    """A data source has nothing for an epoch, not even a first batch."""
 
 
 class CheckpointError(RuntimeError):

@@ -35,7 +35,7 @@ from accumtrainer.training.construction import (
     resolve_optimizer,
 )
 from accumtrainer.training.engine import Engine
-from accumtrainer.training.fit_options import FitOptions, check_steps
+from accumtrainer.training.fit_options import FitOptions, checked_steps, limited
 from accumtrainer.training.loop import FitLoop, updates_in_epoch
 from accumtrainer.training.other_trainers import (
     check_subclass,
@@ -409,6 +409,8 @@ class Trainer(Hooks):
             Trainer.fit,
             (Trainer.__init__, "Trainer({name}=)"),
         )
+        if not (epochs is max_updates is max_seconds is None):
+            epochs = limited("epochs", epochs, "max_epochs")
         options = FitOptions(
             epochs=epochs,
             initial_epoch=initial_epoch,
@@ -438,7 +440,13 @@ class Trainer(Hooks):
             shuffle=False if overfit_batches else shuffle,
             seed=self.seed,
             class_weight=class_weight,
-            steps=None if overfit_batches else steps_per_epoch,
+            steps=(
+                None
+                if overfit_batches
+                else limited(
+                    "steps_per_epoch", steps_per_epoch, "max_steps_per_epoch"
+                )
+            ),
             epochs_before=(
                 max(0, self._engine.epochs_finished - initial_epoch)
                 if saved is None
@@ -586,7 +594,7 @@ class Trainer(Hooks):
         Returns:
             The loss, or the list of loss and metrics, or a dict of them.
         """
-        check_steps("steps", steps)
+        steps = checked_steps("steps", steps)
         self._engine.check_compiled()
         source = make_source(
             x,
@@ -619,7 +627,7 @@ class Trainer(Hooks):
         Returns:
             Nest of NumPy arrays, one row per sample.
         """
-        check_steps("steps", steps)
+        steps = checked_steps("steps", steps)
         source = make_source(
             x, batch_size=batch_size, shuffle=False, steps=steps
         )

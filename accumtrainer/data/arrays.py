@@ -19,10 +19,11 @@ from accumtrainer.data.batches import (
 from accumtrainer.data.source import (
     Source,
     check_sizes,
-    passes,
+    part_of_pass,
     permutation,
     require_same,
     require_same_epochs,
+    warn_of_the_end,
 )
 from accumtrainer.keras_api import tree
 
@@ -32,9 +33,9 @@ DEFAULT_BATCH_SIZE = 32
 class ArraySource(Source):
     """Loader batches cut from arrays in memory; items are row indices.
 
-    A last short batch is kept. With `steps` every epoch has exactly that many
-    batches, and the next one goes on where it stopped; at the end of the data
-    the next pass begins at once. (Keras would end that epoch early and warn.)
+    A last short batch is kept. With `steps` every epoch has that many batches,
+    and the next one goes on where it stopped; where the data end, so does the
+    epoch, with a warning, and the next one begins with a new pass.
 
     Args:
         x: array or nest of arrays; every leaf has one row per sample.
@@ -55,6 +56,8 @@ class ArraySource(Source):
         ValueError: lengths differ, the data are empty, or an option has a
             value that is not allowed.
     """
+
+    orders_epochs = True
 
     def __init__(
         self,
@@ -89,19 +92,22 @@ class ArraySource(Source):
                 math.ceil(samples / steps) if steps else DEFAULT_BATCH_SIZE
             )
         self.batch_size = batch_size
-        self.batches_per_epoch = steps or math.ceil(samples / batch_size)
+        self._batches = math.ceil(samples / batch_size)
+        self.batches_per_epoch = min(steps or self._batches, self._batches)
         self.samples_per_epoch = None if steps else samples
 
     def iterate(self, epoch, start=0):
         """Yield the row indices of every loader batch, shape `[<= b]`."""
-        batches = math.ceil(self._samples / self.batch_size)
-        for pass_index, first, stop in passes(
-            epoch, self._steps, batches, start, self._epochs_before
-        ):
-            order = self._order(pass_index)
-            for batch in range(first, stop):
-                row = batch * self.batch_size
-                yield order[row : row + self.batch_size]
+        pass_index, first, stop = part_of_pass(
+            epoch, self._steps, self._batches, start, self._epochs_before
+        )
+        order = self._order(pass_index)
+        for batch in range(first, stop):
+            row = batch * self.batch_size
+            yield order[row : row + self.batch_size]
+        made = start + stop - first
+        if self._steps is not None and made < self._steps:
+            warn_of_the_end(made, self._steps)
 
     def get_state(self):
         return {

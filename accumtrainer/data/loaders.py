@@ -22,12 +22,12 @@ from accumtrainer.data.position import fingerprint
 from accumtrainer.data.source import (
     Source,
     check_sizes,
-    passes,
+    part_of_pass,
     permutation,
     require_same,
     require_same_epochs,
+    warn_of_the_end,
 )
-from accumtrainer.keras_api import tree
 
 # Datasets of Grain that repeat forever are a part of `sys.maxsize` long.
 ENDLESS = 2**40
@@ -50,7 +50,8 @@ class PyDatasetSource(Source):
     `shuffle` permutes the order of batches. With more than one worker, that
     many threads load ahead, at most `max_queue_size` batches, in order. The
     dataset's `on_epoch_begin` and `on_epoch_end` are called. With `steps`
-    epochs go on where the last one stopped, as for arrays.
+    epochs go on where the last one stopped, and end with the data, as for
+    arrays.
 
     Args:
         dataset: the `keras.utils.PyDataset`; infinite when it has no length.
@@ -64,6 +65,8 @@ class PyDatasetSource(Source):
     Raises:
         ValueError: the dataset asks for processes, or is empty.
     """
+
+    orders_epochs = True
 
     def __init__(
         self,
@@ -97,7 +100,7 @@ class PyDatasetSource(Source):
         self._epochs_before = epochs_before
         self._epochs_begun = 0
         self.is_endless = steps is None and _num_batches(dataset) is None
-        self.batches_per_epoch = steps or _num_batches(dataset)
+        self.batches_per_epoch = _least(steps, _num_batches(dataset))
 
     def iterate(self, epoch, start=0):
         """Yield the `Batch`es of one epoch, loading ahead with threads."""
@@ -109,7 +112,9 @@ class PyDatasetSource(Source):
             made += 1
         self._dataset.on_epoch_end()
         if not made:
-            raise errors.DataError(errors.NO_BATCHES.format(epoch=epoch))
+            raise errors.NothingLeftError(errors.NO_BATCHES.format(epoch=epoch))
+        if self._steps is not None and made < self._steps:
+            warn_of_the_end(made, self._steps)
 
     def get_state(self):
         return {
@@ -162,13 +167,13 @@ class PyDatasetSource(Source):
             return
         if batches == 0:
             return
-        for pass_index, first, stop in passes(
+        pass_index, first, stop = part_of_pass(
             epoch, self._steps, batches, start, self._epochs_before
-        ):
-            order = np.arange(batches)
-            if self._shuffle:
-                order = permutation(batches, self._seed, pass_index)
-            yield from order[first:stop].tolist()
+        )
+        order = np.arange(batches)
+        if self._shuffle:
+            order = permutation(batches, self._seed, pass_index)
+        yield from order[first:stop].tolist()
 
     def _load(self, indices):
         workers = self._dataset.workers
@@ -186,6 +191,11 @@ def _num_batches(dataset):
         # PyDataset raises the first when there is no length at all, and
         # `len` the second when `__len__` returned None.
         return None
+
+
+def _least(*numbers):
+    """Return the smallest of some numbers, leaving out `None`."""
+    return min((n for n in numbers if n is not None), default=None)
 
 
 def _load_ahead(dataset, indices, workers, ahead):
@@ -208,10 +218,10 @@ class IterableSource(Source):
     """Loader batches of any iterable; items are `Batch`es.
 
     It is iterated afresh for every epoch. With `steps` every epoch has that
-    many batches and goes on where the last one stopped; an iterable that ends
-    is begun again at once. An iterator that can be used only once serves all
-    epochs: without `steps` the first epoch uses it up, and with `steps` its
-    last epoch may be shorter.
+    many batches and goes on where the last one stopped; where the iterable
+    ends, so does the epoch, with a warning, and the next one begins it again.
+    An iterator that can be used only once serves all epochs: without `steps`
+    the first epoch uses it up.
 
     Args:
         iterable: yields batches: a `tf.data.Dataset`, a torch `DataLoader`, a
@@ -239,20 +249,22 @@ class IterableSource(Source):
         self._iterator = None
         self._taken = self._times_begun = 0
         self.is_one_shot = isinstance(iterable, Iterator)
-        self.batches_per_epoch = steps or length
+        self.batches_per_epoch = _least(steps, length)
 
     def iterate(self, epoch, start=0):
         """Yield the `Batch`es of one epoch."""
         made = start
         remaining = None if self._steps is None else self._steps - start
-        is_new = not start and (self._steps is None or epoch == 0)
-        for item in islice(self._begin(is_new=is_new), remaining):
+        items = self._pass(epoch) if not start else self._begin(is_new=False)
+        for item in islice(items, remaining):
             batch = self._reader.read(item, epoch, made)
             made += 1
             self._taken += 1
             yield batch
         if not made:
-            raise errors.DataError(errors.NO_BATCHES.format(epoch=epoch))
+            raise errors.NothingLeftError(errors.NO_BATCHES.format(epoch=epoch))
+        if self._steps is not None and made < self._steps:
+            warn_of_the_end(made, self._steps)
 
     def get_state(self):
         """Return how much was taken, and what the iterator says of itself."""
@@ -272,7 +284,8 @@ class IterableSource(Source):
         epochs = position.epoch + position.is_amid_epoch
         times_begun = state.get("times_begun", epochs)
         if "iterator" in state:
-            if position.is_amid_epoch or self.is_one_shot:
+            is_begun = position.is_amid_epoch or self._steps is not None
+            if is_begun or self.is_one_shot:
                 self._begin(is_new=True)
                 self._iterator.set_state(state["iterator"])
             self._times_begun = times_begun
@@ -283,9 +296,8 @@ class IterableSource(Source):
             raise errors.DataError(
                 errors.CANNOT_GO_BACK.format(kind=type(self._iterable).__name__)
             )
-        is_one_row = self.is_one_shot or self._steps is not None
-        if is_one_row:
-            item = _last(islice(self._begin(is_new=True), self._taken))
+        if self.is_one_shot or self._steps is not None:
+            item = self._run_through(self._taken)
             self._check_same(item, position.last or None, position)
             return
         for _ in range(times_begun - position.is_amid_epoch):
@@ -300,6 +312,18 @@ class IterableSource(Source):
             )
         else:
             self._check_same(first, position.first, position)
+
+    def _run_through(self, count):
+        """Take so many items, pass after pass; return the last, or `None`."""
+        last = None
+        while count:
+            items = islice(self._begin(is_new=True), count)
+            passed = deque(enumerate(items, 1), maxlen=1)
+            if not passed:
+                return None
+            taken, last = passed[0]
+            count -= taken
+        return last
 
     def _check_same(self, item, expected, position):
         """Refuse data that come in another order than when they were saved."""
@@ -318,27 +342,31 @@ class IterableSource(Source):
         """Stack batches, or slice the single one."""
         return window_of_batches(items, micro_batch_size)
 
+    def _pass(self, epoch):
+        """Yield items from the beginning of an epoch to the end of a pass.
+
+        Epochs of some steps go on with the pass that was begun; where nothing
+        is left of it, the next one begins.
+        """
+        is_new = self._steps is None or epoch == 0
+        is_empty = True
+        for _ in range(1 if is_new or self.is_one_shot else 2):
+            # No `yield from`, which would close the iterator with this epoch.
+            for item in self._begin(is_new=is_new):
+                is_empty = False
+                yield item
+            if not is_empty:
+                return
+            is_new = True
+
     def _begin(self, *, is_new):
         """Return the iterator to take from, a new one if there can be one."""
         if self.is_one_shot:
             self._iterator = self._iterable
         elif is_new or self._iterator is None:
-            is_one_row = self._steps is not None
-            self._iterator = self._repeat() if is_one_row else self._iter()
+            self._times_begun += 1
+            self._iterator = iter(self._iterable)
         return self._iterator
-
-    def _iter(self):
-        self._times_begun += 1
-        return iter(self._iterable)
-
-    def _repeat(self):
-        """Yield the items over and over, until there are none."""
-        is_empty = False
-        while not is_empty:
-            is_empty = True
-            for item in self._iter():
-                is_empty = False
-                yield item
 
 
 def _last(items):
@@ -414,8 +442,7 @@ class _Reader:
                     received=received or "no array", batch=index, epoch=epoch
                 )
             )
-        # Whoever made the item may fill the same arrays again for the next.
-        return tree.map_structure(_own, _weigh(batch, self._class_weight))
+        return _weigh(batch, self._class_weight)
 
 
 def _difference(before, now):
@@ -426,12 +453,6 @@ def _difference(before, now):
         for axes in (before, now)
     )
     return f"{has} in {name_of(*key)}, where the first batch had {had}"
-
-
-def _own(array):
-    """Copy an array that somebody else could write to; `None` stays."""
-    is_safe = array is None or not array.flags.writeable
-    return array if is_safe else array.copy()
 
 
 def _read(item, class_weight):

@@ -1,4 +1,4 @@
-"""Where in the data training is, and the windows from there on."""
+"""Where in the data training is, and what makes windows from there on."""
 
 import dataclasses
 from itertools import chain
@@ -15,7 +15,7 @@ from accumtrainer.data.batches import leaves
 class Position:
     """What has been taken from a source, and what of it is left to train on.
 
-    `windows` changes it. Between two windows it says all that is needed to go
+    `groups` changes it. Between two windows it says all that is needed to go
     on from the same place.
 
     Args:
@@ -58,6 +58,17 @@ class Position:
         self.batches += 1
         self.last = item
 
+    def take_group(self):
+        """Begin a window of the carried items, of which there is at least one.
+
+        Returns:
+            Tuple of them.
+        """
+        group = tuple(self.carried)
+        self.carried.clear()
+        self.windows += 1
+        return group
+
     def get_state(self):
         """Return what `of_state` needs, a dict of plain values and arrays."""
         return {
@@ -75,16 +86,16 @@ class Position:
         return cls(**{**state, "carried": list(state["carried"])})
 
 
-def windows(source, position, *, steps_at, micro_batch_size, tail):
-    """Yield the windows of the rest of an epoch.
+def groups(source, position, *, steps_at, tail):
+    """Yield the loader items of each window of the rest of an epoch.
 
     Stands for:
         ```
         for item in carried + list(source.iterate(epoch, batches)):
-            window.append(item)
-            if len(window) == steps_at_its_start:
-                yield window
-                window = []
+            group.append(item)
+            if len(group) == steps_at_its_start:
+                yield group
+                group = []
         ```
 
     Args:
@@ -93,39 +104,24 @@ def windows(source, position, *, steps_at, micro_batch_size, tail):
             `tail="carry"` the left-over items of an epoch stay in it.
         steps_at: function without arguments that returns the loader batches
             of the window about to begin; asked once per window, when its
-            first batch has arrived. Not asked with `micro_batch_size`.
-        micro_batch_size: samples per micro-batch when every loader batch is
-            one window, else `None`.
+            first batch has arrived.
         tail: `"flush"`, `"drop"` or `"carry"`, for what is left at the end.
 
     Yields:
-        `Window`s.
+        Tuples of items, of one window each.
 
     Raises:
         DataError: the source yields nothing, or `tail="drop"` drops it all.
     """
-    for items in _groups(source, position, steps_at, micro_batch_size, tail):
-        position.windows += 1
-        yield source.window(items, micro_batch_size)
-
-
-def _groups(source, position, steps_at, micro_batch_size, tail):
-    """Yield the loader items of each window."""
-    taken = _take(source, position)
-    if micro_batch_size is not None:
-        yield from ([item] for item in taken)
-        return
     carried, steps = position.carried, 0
     waiting = tuple(carried)
     carried.clear()
-    for item in chain(waiting, taken):
+    for item in chain(waiting, _take(source, position)):
         if not carried:
             steps = steps_at()
         carried.append(item)
         if len(carried) >= steps:
-            group = tuple(carried)
-            carried.clear()
-            yield group
+            yield position.take_group()
     if tail == "drop" and not position.windows:
         raise errors.DataError(
             errors.EVERYTHING_DROPPED.format(
@@ -135,9 +131,7 @@ def _groups(source, position, steps_at, micro_batch_size, tail):
     if tail == "drop":
         carried.clear()
     if carried and tail == "flush":
-        group = tuple(carried)
-        carried.clear()
-        yield group
+        yield position.take_group()
 
 
 def _take(source, position):

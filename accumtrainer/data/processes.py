@@ -44,19 +44,26 @@ class ShareSource(Source):
         self.batches_per_epoch = source.batches_per_epoch
         self.is_one_shot = source.is_one_shot
         self.is_endless = source.is_endless
+        self.orders_epochs = source.orders_epochs
 
     def iterate(self, epoch, start=0):
         """Yield the items of one epoch, which ends for all at once."""
         self._epoch, self._taken = epoch, start
         items = self._source.iterate(epoch, start)
+        nothing_left = None
         while True:
             with self._agreement.failing_together():
-                item = next(items, None)
+                try:
+                    item = next(items, None)
+                except errors.NothingLeftError as error:
+                    item, nothing_left = None, error
             if item is None:
                 break
             self._taken += 1
             yield item
         self._agree(NO_MORE, 0, fingerprint(()))
+        if nothing_left is not None:
+            raise nothing_left
 
     def get_state(self):
         """Return what holds for the loader of every process."""

@@ -3,6 +3,7 @@
 import abc
 import contextlib
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ class Source(abc.ABC):
         is_one_shot: whether the data can be iterated only once, so that
             epochs share it and several need `steps_per_epoch`.
         is_endless: whether an epoch is known never to end.
+        orders_epochs: whether any epoch can be begun at any time, each with an
+            order of its own.
         processes: how many processes have a share each of the batches; 1
             where all are given the same.
     """
@@ -30,6 +33,7 @@ class Source(abc.ABC):
     batch_size: int | None = None
     is_one_shot: bool = False
     is_endless: bool = False
+    orders_epochs: bool = False
     processes: int = 1
 
     def together(self):
@@ -90,24 +94,42 @@ class Source(abc.ABC):
         """
 
 
-def passes(epoch, steps, batches, skipped, epochs_before):
-    """Yield `(pass_index, start, stop)` for the batches of one epoch.
+def part_of_pass(epoch, steps, batches, skipped, epochs_before):
+    """Find out which part of which pass over the data an epoch is.
 
-    Without `steps` an epoch is one pass over the data. With it, epochs cut
-    an endless row of passes into pieces of `steps` batches. The first
-    `skipped` batches of the epoch are left out. The passes are counted on
-    from those that `epochs_before` epoch 0 have begun.
+    Without `steps` an epoch is one pass. With it, a pass is cut into epochs of
+    `steps` batches, of which the last takes what is left; so does the only
+    one where `steps` is more than there are. As in Keras, no epoch goes on
+    with the next pass.
+
+    Args:
+        epoch: index of the epoch.
+        steps: loader batches in an epoch, or `None`.
+        batches: loader batches in a pass.
+        skipped: first batches of the epoch to leave out.
+        epochs_before: epochs before epoch 0, whose passes are counted too.
+
+    Returns:
+        Tuple `(pass_index, start, stop)`.
+
+    Example:
+        >>> [part_of_pass(epoch, 3, 5, 0, 0) for epoch in range(3)]
+        [(0, 0, 3), (0, 3, 5), (1, 0, 3)]
     """
     if steps is None:
-        yield epochs_before + epoch, skipped, batches
-        return
-    passes_before = math.ceil(epochs_before * steps / batches)
-    position, end = epoch * steps + skipped, (epoch + 1) * steps
-    while position < end:
-        pass_index, start = divmod(position, batches)
-        stop = min(batches, start + end - position)
-        yield passes_before + pass_index, start, stop
-        position += stop - start
+        return epochs_before + epoch, skipped, batches
+    epochs_per_pass = math.ceil(batches / steps)
+    index, part = divmod(epoch, epochs_per_pass)
+    start, stop = part * steps, min(batches, (part + 1) * steps)
+    passes_before = math.ceil(epochs_before / epochs_per_pass)
+    return passes_before + index, min(stop, start + skipped), stop
+
+
+def warn_of_the_end(batches, steps):
+    """Warn that the data have ended before an epoch of some steps has."""
+    warnings.warn(
+        errors.RAN_OUT.format(batches=batches, steps=steps), stacklevel=2
+    )
 
 
 def permutation(size, seed, pass_index):

@@ -1,6 +1,6 @@
 """Finds out what training data are, and makes the source for them.
 
-A source knows nothing about updates; `windows` in `position.py` groups what
+A source knows nothing about updates; `groups` in `position.py` groups what
 it yields.
 """
 

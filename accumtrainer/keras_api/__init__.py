@@ -27,6 +27,7 @@ if KERAS_NAME == "keras":
         losses_of_layers,
         ops,
         set_keras_mask,
+        take_initial_epoch,
         tree,
     )
 elif KERAS_NAME == "keras_core":
@@ -43,6 +44,7 @@ elif KERAS_NAME == "keras_core":
         losses_of_layers,
         ops,
         set_keras_mask,
+        take_initial_epoch,
         tree,
     )
 else:
@@ -67,6 +69,7 @@ __all__ = [
     "copy_mask",
     "current_distribution",
     "flatten_layers",
+    "global_limit",
     "is_known_to",
     "keras",
     "keras_mask",
@@ -75,6 +78,7 @@ __all__ = [
     "refuse_other_keras",
     "schedule_of",
     "strategy_of",
+    "take_initial_epoch",
     "tree",
 ]
 
@@ -186,3 +190,17 @@ def strategy_of(model):
     nowhere.
     """
     return getattr(model, "distribute_strategy", None)
+
+
+def global_limit(name):
+    """Return how much of something `keras.config` allows a program, if not all.
+
+    Older versions of Keras have no such limits.
+
+    Args:
+        name: `"max_epochs"` or `"max_steps_per_epoch"`.
+
+    Returns:
+        int, or `None`.
+    """
+    return getattr(keras.config, name, lambda: None)() or None

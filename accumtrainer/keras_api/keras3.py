@@ -24,6 +24,7 @@ __all__ = [
     "losses_of_layers",
     "ops",
     "set_keras_mask",
+    "take_initial_epoch",
     "tree",
 ]
 
@@ -103,6 +104,22 @@ def compute_compiled_losses(model, y, y_pred, sample_weight):
     # Keras tracks several losses by one metric each, in their order, after
     # the tracker of their sum.
     return [metric.name for metric in model.metrics[1:]]
+
+
+def take_initial_epoch(model):
+    """Return the epoch at which a callback wants training to begin, if any.
+
+    `BackupAndRestore` leaves it in a private attribute of the model, where
+    `Model.fit` reads it. There it stays, and a later `fit` of the same model
+    would leave out as many epochs; so here it is taken out.
+
+    Returns:
+        int, above 0, or `None`.
+    """
+    epoch = getattr(model, "_initial_epoch", None)
+    if epoch:
+        model._initial_epoch = None
+    return epoch or None
 
 
 def check_support(model, optimizer):

@@ -28,6 +28,7 @@ __all__ = [
     "losses_of_layers",
     "ops",
     "set_keras_mask",
+    "take_initial_epoch",
     "tree",
 ]
 
@@ -193,6 +194,11 @@ def _output_names(y_pred):
 
 
 # What cannot be made right is refused.
+
+
+def take_initial_epoch(model):
+    """Return no epoch: Keras Core has no callback that goes on at one."""
+    del model
 
 
 def check_support(model, optimizer):

@@ -25,6 +25,7 @@ class Evaluator:
 
     def __init__(self, hooks, state, backend, *, tracked, jit_compile):
         self._has_window_loss = hooks.has_window_loss
+        self._model = hooks.model
         self._backend = backend
         self._program = EvaluationProgram(
             hooks, state, backend, tracked=tracked
@@ -53,6 +54,8 @@ class Evaluator:
             Dict of numbers.
         """
         is_first = True
+        model = self._model
+        model.stop_evaluating = False
         items = items_of_all(source, self._backend)
         with dispatcher.testing(), self._published_at_the_end():
             for index, item in enumerate(items):
@@ -65,6 +68,8 @@ class Evaluator:
                 dispatcher.call("on_test_batch_end", index, logs)
                 if rest is not None:
                     rest()
+                if self._agrees_on(model.stop_evaluating):
+                    break
             dispatcher.last_logs = logs = self._step.results()
         return logs
 
@@ -82,6 +87,8 @@ class Evaluator:
             Nest of NumPy arrays, one row per sample.
         """
         outputs = []
+        model = self._model
+        model.stop_predicting = False
         items = items_of_all(source, self._backend)
         with dispatcher.predicting(), self._published_at_the_end():
             for index, item in enumerate(items):
@@ -93,9 +100,20 @@ class Evaluator:
                 dispatcher.call("on_predict_batch_end", index, {})
                 if rest is not None:
                     rest()
+                if self._agrees_on(model.stop_predicting):
+                    break
         return tree.map_structure(
             lambda *parts: np.concatenate(parts), *outputs
         )
+
+    def _agrees_on(self, flag):
+        """Whether a callback of any process has set a flag of its model.
+
+        Otherwise one could stop while others wait for it.
+        """
+        if self._backend.processes == 1:
+            return flag
+        return self._backend.gather([bool(flag)]).any()
 
     @contextlib.contextmanager
     def _published_at_the_end(self):

@@ -1,8 +1,10 @@
 """How long `fit` trains and how it is validated, checked before it starts."""
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from accumtrainer.config import (
@@ -10,10 +12,14 @@ from accumtrainer.config import (
     require_count,
     require_number,
 )
+from accumtrainer.keras_api import global_limit
 
 
-def check_steps(name, value):
-    """Refuse a number of loader batches that is no number.
+def checked_steps(name, value):
+    """Refuse a number of loader batches that is no number, and limit others.
+
+    Returns:
+        int or `None`, no more than `keras.config.max_steps_per_epoch`.
 
     Raises:
         TypeError: it is no whole number.
@@ -21,6 +27,34 @@ def check_steps(name, value):
     """
     if value is not None:
         require_count(name, value, "Leave it out to use all of the data.")
+    return limited(name, value, "max_steps_per_epoch")
+
+
+def limited(name, value, limit_name):
+    """Limit epochs or steps by what `keras.config` allows, with a warning.
+
+    Args:
+        name: the argument, for the warning.
+        value: int, or `None` for as many as there are.
+        limit_name: `"max_epochs"` or `"max_steps_per_epoch"`.
+
+    Returns:
+        int, or `None`; what is no number is left for others to refuse.
+    """
+    limit = global_limit(limit_name)
+    if limit is None:
+        return value
+    is_within = value is not None and not (
+        isinstance(value, Integral) and value > limit
+    )
+    if is_within:
+        return value
+    warnings.warn(
+        f"{name} is limited to {limit}, by keras.config.set_{limit_name} or "
+        f"the environment variable KERAS_{limit_name.upper()}.",
+        stacklevel=3,
+    )
+    return limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

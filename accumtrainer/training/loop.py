@@ -4,11 +4,14 @@ import contextlib
 import itertools
 import math
 import time
+import warnings
 
+from accumtrainer import errors
 from accumtrainer.config import updates_per_epoch
 from accumtrainer.data.batches import window_of_batches
-from accumtrainer.data.position import Position, windows
+from accumtrainer.data.position import Position, groups
 from accumtrainer.data.processes import check_processes
+from accumtrainer.keras_api import take_initial_epoch
 from accumtrainer.layers import plain_batch_normalizations
 from accumtrainer.observers.logs import Logs
 from accumtrainer.progress import Progress
@@ -92,6 +95,9 @@ class FitLoop:
         self._callback_states = None
         self._told_plan = None
         self._is_at_rest = False
+        self._first_epoch = options.initial_epoch
+        self._has_run_out = False
+        self._first_items = None
 
     def run(self, announce):
         """Train until an end is reached.
@@ -105,6 +111,7 @@ class FitLoop:
         """
         trainer = self._trainer
         trainer.model.stop_training = False
+        take_initial_epoch(trainer.model)
         self._announce = announce
         self._begun = time.monotonic()
         self._go_to_saved_position()
@@ -114,6 +121,7 @@ class FitLoop:
         with self._interruption.deferred(), self._dispatcher.training():
             self._callback_states = CallbackStates(self._dispatcher.callbacks)
             with self._published_at_the_end(), self._saved_on_errors():
+                upcoming = self._begun_elsewhere() or upcoming
                 if not self._goes_on_amid_epoch:
                     self._restore()
                 is_complete = True
@@ -122,6 +130,7 @@ class FitLoop:
                     upcoming = self._windows(self._position)
                 if is_complete:
                     self._rest("end")
+                    self._apply_carried()
                 self._interruption.check()
             trainer.optimizer.finalize_variable_values(
                 trainer.model.trainable_variables
@@ -132,8 +141,12 @@ class FitLoop:
     def _prepare(self):
         """Build what the first window needs; return the windows to come."""
         has_ended = self._saved is not None and not self._should_begin()
-        upcoming = iter(()) if has_ended else self._windows(self._position)
-        begun = list(itertools.islice(upcoming, 1))
+        upcoming = iter(()) if has_ended else self._groups(self._position)
+        self._first_items = next(upcoming, None)
+        begun = list(
+            self._cut([self._first_items] if self._first_items else [])
+        )
+        upcoming = self._cut(upcoming)
         first = begun[0] if begun else self._window_to_see()
         self._micro_batch = first.split()[0]
         if begun and self._options.check_inputs and self._trainer.model.built:
@@ -159,6 +172,28 @@ class FitLoop:
         if is_many and plain_batch_normalizations(self._trainer.model):
             self._announce(BATCH_STATISTICS.format(count=count))
         return itertools.chain(begun, upcoming)
+
+    def _begun_elsewhere(self):
+        """Begin at another epoch where a callback wants that.
+
+        `BackupAndRestore` says so when training begins, and some of the first
+        epoch's data have been taken by then. Data that come in the same order
+        whatever the epoch go on from there.
+
+        Returns:
+            Iterator over the windows to come, or `None` to go on as begun.
+        """
+        epoch = take_initial_epoch(self._trainer.model)
+        items, self._first_items = self._first_items, None
+        if self._saved is not None or epoch in (None, self._first_epoch):
+            return None
+        self._first_epoch = epoch
+        self._position = Position(epoch=epoch)
+        if not self._source.orders_epochs:
+            for item in items:
+                self._position.take(item)
+            self._position.carried = list(items)
+        return self._windows(self._position)
 
     def _make_checks(self):
         return InputChecks.of(
@@ -297,18 +332,34 @@ class FitLoop:
         return f"{samples} = {shape}{epoch}; {trainer.plan}"
 
     def _windows(self, position):
+        return self._cut(self._groups(position))
+
+    def _cut(self, groups):
+        """Make windows of groups of loader items, as is right by now."""
+        size = self._engine.rows_per_pass
+        return (self._source.window(items, size) for items in groups)
+
+    def _groups(self, position):
+        """Yield the loader items of each window of the rest of an epoch.
+
+        The first epoch must have some; a later one that has none ends the
+        training.
+        """
         accumulation, epoch = self._trainer.accumulation, position.epoch
         is_last = epoch + 1 >= self._options.last_epoch
         tail = accumulation.tail
         if tail == "carry" and is_last:
             tail = "flush"  # nothing comes after it that could take the rest
-        return windows(
-            self._source,
-            position,
-            steps_at=lambda: accumulation.steps_at(epoch, self._updates()),
-            micro_batch_size=self._engine.rows_per_pass,
-            tail=tail,
-        )
+        try:
+            yield from groups(
+                self._source,
+                position,
+                steps_at=lambda: accumulation.steps_at(epoch, self._updates()),
+                tail=tail,
+            )
+        except errors.NothingLeftError:
+            if epoch == self._first_epoch:
+                raise
 
     def _window_to_see(self):
         """Make a window for building where none comes, or not yet."""
@@ -336,9 +387,9 @@ class FitLoop:
 
     def _should_begin(self):
         position = self._position
-        if position.epoch >= self._options.last_epoch:
+        if self._has_run_out or position.epoch >= self._options.last_epoch:
             return False
-        if position.epoch == self._options.initial_epoch:
+        if position.epoch == self._first_epoch:
             return True
         return self._goes_on_amid_epoch or not self._should_stop()
 
@@ -380,9 +431,12 @@ class FitLoop:
         if options.max_seconds is not None:
             if self._seconds() >= options.max_seconds:
                 return True
-        if math.isinf(options.update_limit):
+        return self._has_made_all_updates()
+
+    def _has_made_all_updates(self):
+        if math.isinf(self._options.update_limit):
             return False
-        end = self._before.updates + options.update_limit
+        end = self._before.updates + self._options.update_limit
         if self._saved is not None:
             return self._saved.progress["updates"] >= end
         if self._engine.updates_at_most < end:
@@ -402,6 +456,12 @@ class FitLoop:
         self._validation_logs = {}
         self._dispatcher.call("on_epoch_begin", epoch, {})
         is_complete = self._run_windows(upcoming)
+        if not position.batches:
+            self._has_run_out = True
+            warnings.warn(
+                errors.NO_MORE_EPOCHS.format(epoch=epoch), stacklevel=4
+            )
+            return True
         engine.finish_epoch()
         # A carried tail can be all there is of an epoch.
         logs = dict(self._epoch_logs()) if position.windows else {}
@@ -436,10 +496,7 @@ class FitLoop:
         self._is_at_rest = True
         for window in self._engine.waiting_for(upcoming):
             self._is_at_rest = False
-            index = self._position.windows - 1
-            self._check(window, self._checks, index)
-            self._run_update(index, window)
-            self._tell_of_plan()
+            self._run_window(window)
             self._agree()
             self._validate_if_due()
             should_stop = self._should_stop()
@@ -450,10 +507,28 @@ class FitLoop:
         self._is_at_rest = False
         return True
 
+    def _apply_carried(self):
+        """Make an update of what an epoch has carried on to none.
+
+        Training was to end with some epoch, and has ended earlier. A
+        checkpoint made before holds what is carried, for a run that goes on.
+        """
+        items = self._position.take_group() if self._position.carried else ()
+        if items and not self._has_made_all_updates():
+            self._is_at_rest = False
+            self._run_window(self._source.window(items, None))
+            self._engine.check_skips()
+
     def _leave_if_interrupted(self):
         if self._interruption.is_pending:
             self._rest("interruption")
         self._interruption.check()
+
+    def _run_window(self, window):
+        index = self._position.windows - 1
+        self._check(window, self._checks, index)
+        self._run_update(index, window)
+        self._tell_of_plan()
 
     def _run_update(self, index, window):
         engine, dispatcher = self._engine, self._dispatcher

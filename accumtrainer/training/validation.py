@@ -1,8 +1,12 @@
 """The data sets that training is validated on."""
 
+import warnings
+
+from accumtrainer import errors
+from accumtrainer.config import require_count
 from accumtrainer.data.source import check_ends
 from accumtrainer.data.sources import FirstBatches, make_source
-from accumtrainer.training.fit_options import check_steps
+from accumtrainer.training.fit_options import checked_steps
 
 
 class Validation:
@@ -17,8 +21,13 @@ class Validation:
     """
 
     def __init__(self, data, *, batch_size, steps, first=None):
-        check_steps("validation_steps", steps)
-        check_steps("validation_batch_size", batch_size)
+        if batch_size is not None:
+            require_count(
+                "validation_batch_size", batch_size, "Leave it out for 32."
+            )
+        if data is not None:
+            steps = checked_steps("validation_steps", steps)
+        self._validated = set()
         named = data if isinstance(data, dict) else {"": data}
         self._sources = {
             f"{name}_" if name else "": _validation_source(
@@ -42,7 +51,14 @@ class Validation:
         """
         logs = {}
         for prefix, source in self._sources.items():
-            results = evaluate(source)
+            try:
+                results = evaluate(source)
+            except errors.NothingLeftError:
+                if prefix not in self._validated:
+                    raise
+                warnings.warn(errors.NO_MORE_VALIDATION, stacklevel=2)
+                continue
+            self._validated.add(prefix)
             logs |= {f"val_{prefix}{k}": v for k, v in results.items()}
         return logs
 

@@ -110,14 +110,53 @@ def test_shuffled_windows_stay_aligned_across_leaves():
 
 def test_array_epochs_of_some_steps_go_on_where_they_stopped():
     source = ArraySource(np.arange(5), batch_size=1, shuffle=False, steps=3)
-    rows = [epoch_of(source, epoch) for epoch in range(3)]
-    assert rows == [[[0], [1], [2]], [[3], [4], [0]], [[1], [2], [3]]]
+    with pytest.warns(UserWarning, match="had 2 loader batches where 3 steps"):
+        rows = [epoch_of(source, epoch) for epoch in range(3)]
+    assert rows == [[[0], [1], [2]], [[3], [4]], [[0], [1], [2]]]
     assert source.batches_per_epoch == 3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **o: make_source(np.arange(10), batch_size=2, **o),
+        lambda **o: make_source(Rows(5), **o),
+        lambda **o: make_source([(np.array([i, i]),) for i in range(5)], **o),
+        lambda **o: make_source(Unmeasured(5), **o),
+    ],
+    ids=["arrays", "pydataset", "list", "iterable"],
+)
+def test_epochs_of_more_steps_than_there_are_end_with_the_data(make):
+    source = make(steps=8, shuffle=False)
+    whole = epoch_of(make(shuffle=False), 0)
+    for epoch in range(3):
+        with pytest.warns(UserWarning, match="5 loader batches where 8 steps"):
+            assert epoch_of(source, epoch) == whole
+    assert source.batches_per_epoch in (5, 8)
+
+
+def test_exactly_as_many_steps_as_there_are_warn_of_nothing():
+    for x in ([(np.array([i]),) for i in range(4)], Unmeasured(4), Rows(4)):
+        source = make_source(x, steps=2)
+        rows = [epoch_of(source, epoch) for epoch in range(4)]
+        assert [len(epoch) for epoch in rows] == [2, 2, 2, 2]
+        assert sorted(rows[0] + rows[1]) == sorted(rows[2] + rows[3])
+
+
+class Unmeasured:
+    """Yields so many batches, by a generator of its own each time."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        for index in range(self.batches):
+            yield (np.array([index]),)
 
 
 def test_array_epochs_of_some_steps_need_no_history():
     def make():
-        return ArraySource(np.arange(7), batch_size=2, steps=3, seed=1)
+        return ArraySource(np.arange(7), batch_size=2, steps=2, seed=1)
 
     source = make()
     rows = [epoch_of(source, epoch) for epoch in range(4)]
@@ -130,10 +169,10 @@ def test_orders_of_the_epochs_before_do_not_come_again():
         return [epoch_of(source, epoch) for epoch in epochs]
 
     assert orders(0, 1, epochs_before=2) == orders(2, 3)
-    by_steps = {"steps": 6}  # An epoch and a half are six batches.
+    by_steps = {"steps": 2}  # Two epochs are a pass.
     assert orders(0, epochs_before=2, **by_steps) == orders(2, **by_steps)
     (begun,) = orders(0, epochs_before=1, **by_steps)
-    assert begun[:4] == orders(2)[0]
+    assert begun == orders(1)[0][:2]
 
 
 def test_steps_without_batch_size_divide_the_data():
@@ -301,8 +340,9 @@ def test_iterables_are_iterated_afresh_for_every_epoch():
 
 def test_iterable_epochs_of_some_steps_go_on_and_begin_again():
     source = make_source([(np.array([i]),) for i in range(5)], steps=3)
-    rows = [epoch_of(source, epoch) for epoch in range(3)]
-    assert rows == [[[0], [1], [2]], [[3], [4], [0]], [[1], [2], [3]]]
+    with pytest.warns(UserWarning, match="had 2 loader batches where 3 steps"):
+        rows = [epoch_of(source, epoch) for epoch in range(3)]
+    assert rows == [[[0], [1], [2]], [[3], [4]], [[0], [1], [2]]]
 
 
 def test_iterable_that_is_begun_again_begins_with_its_first_batch():
@@ -314,7 +354,8 @@ def test_iterable_that_is_begun_again_begins_with_its_first_batch():
 def test_one_generator_serves_all_epochs():
     source = make_source(((np.array([i]),) for i in range(5)), steps=2)
     assert source.is_one_shot
-    rows = [epoch_of(source, epoch) for epoch in range(3)]
+    with pytest.warns(UserWarning, match="had 1 loader batches where 2 steps"):
+        rows = [epoch_of(source, epoch) for epoch in range(3)]
     assert rows == [[[0], [1]], [[2], [3]], [[4]]]
     with pytest.raises(errors.DataError, match="none in epoch 3"):
         epoch_of(source, 3)

@@ -149,3 +149,22 @@ def test_schedule_of_an_optimizer_is_the_object_given():
     optimizer = keras.optimizers.SGD(schedule)
     assert keras_api.schedule_of(optimizer) is schedule
     assert keras_api.schedule_of(keras.optimizers.SGD(0.1)) is None
+
+
+def test_epoch_that_backup_and_restore_asks_for_is_taken_once(tmp_path):
+    if keras_api.KERAS_NAME == "keras_core":
+        pytest.skip("Keras Core has no BackupAndRestore")
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    assert keras_api.take_initial_epoch(model) is None
+    (tmp_path / "training_metadata.json").write_text('{"epoch": 3}')
+    backup = keras.callbacks.BackupAndRestore(tmp_path)
+    backup.set_model(model)
+    backup.on_train_begin()
+    assert keras_api.take_initial_epoch(model) == 3
+    assert keras_api.take_initial_epoch(model) is None
+
+
+def test_limits_are_those_of_keras_config():
+    assert keras_api.global_limit("max_epochs") is None
+    assert keras_api.global_limit("no_such_limit") is None

@@ -147,6 +147,16 @@ def fit_list_by_steps(trainer, **options):
     return fit_list(trainer, steps_per_epoch=4, **options)
 
 
+def fit_list_by_too_many_steps(trainer, **options):
+    return fit_list(trainer, steps_per_epoch=8, **options)
+
+
+def fit_short_generator(trainer, **options):
+    batches = (b for _ in range(2) for b in list_batches())
+    options = {"epochs": 9, "verbose": 0, "fast_forward": True} | options
+    return trainer.fit(batches, steps_per_epoch=3, **options)
+
+
 def fit_generator(trainer, **options):
     batches = (b for _ in range(3) for b in list_batches())
     options = {"epochs": 3, "verbose": 0, "fast_forward": True} | options
@@ -220,6 +230,8 @@ RUNS = {
     "dataset": (plain, fit_dataset),
     "list": (plain, fit_list),
     "list_by_steps": (plain, fit_list_by_steps),
+    "list_by_too_many_steps": (plain, fit_list_by_too_many_steps),
+    "short_generator": (noisy_with_carried_tail, fit_short_generator),
     "generator": (plain, fit_generator),
     "later_epochs": (plain, fit_later_epochs),
     "later_epochs_of_dataset": (plain, fit_later_epochs_of_dataset),
@@ -251,6 +263,7 @@ def assert_same_values(values, others):
             )
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_in_pieces_equals_one_that_never_stopped(name, tmp_path):
     make, fit = RUNS[name]

@@ -263,9 +263,9 @@ def test_several_fits_have_the_orders_of_a_single_one(is_dataset):
 
 def test_steps_per_epoch_counts_loader_batches():
     trainer, applied = make_trainer()
-    fit(trainer, steps_per_epoch=8, epochs=3)
+    fit(trainer, steps_per_epoch=6, epochs=3)
     assert len(applied.logs) == 6
-    assert trainer.progress.samples == 48
+    assert trainer.progress.samples == 36
 
 
 def test_second_fit_goes_on_counting():
@@ -480,6 +480,78 @@ def test_carried_tail_is_applied_in_the_next_epoch():
     flat, _ = make_trainer()
     fit(flat, X[twice], Y[twice], shuffle=False)
     assert_same_weights(carried.model, flat.model)
+
+
+class StopAfter(keras.callbacks.Callback):
+    """Stops training at the end of an epoch."""
+
+    def __init__(self, epoch):
+        super().__init__()
+        self.epoch = epoch
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = epoch == self.epoch
+
+
+@pytest.mark.parametrize("last_epoch", [0, 1])
+def test_carried_tail_is_applied_where_training_stops_early(last_epoch):
+    """Epochs of 5 batches are windows of 4 and, where it stops, the rest."""
+    carried, applied = make_trainer(
+        accumulation=Accumulation(steps=4, tail="carry")
+    )
+    history = fit(
+        carried,
+        X[:10],
+        Y[:10],
+        epochs=9,
+        shuffle=False,
+        callbacks=[StopAfter(last_epoch)],
+    )
+    epochs = last_epoch + 1
+    assert carried.progress.samples == 10 * epochs
+    assert carried.progress.epochs == len(history.history["loss"]) == epochs
+    assert len(applied.logs) == carried.progress.updates == epochs + 1
+    often = np.tile(np.arange(10), epochs)
+    flat, _ = make_trainer()
+    fit(flat, X[often], Y[often], shuffle=False)
+    assert_same_weights(carried.model, flat.model)
+
+
+def test_carried_tail_is_applied_where_the_data_run_out():
+    carried, _ = make_trainer(accumulation=Accumulation(steps=4, tail="carry"))
+    batches = ((X[i : i + 2], Y[i : i + 2]) for i in range(0, 24, 2))
+    with pytest.warns(UserWarning, match="nothing for epoch 2"):
+        carried.fit(batches, steps_per_epoch=6, epochs=9, verbose=0)
+    assert (carried.progress.samples, carried.progress.updates) == (24, 3)
+    carried, _ = make_trainer(accumulation=Accumulation(steps=5, tail="carry"))
+    batches = ((X[i : i + 2], Y[i : i + 2]) for i in range(0, 24, 2))
+    with pytest.warns(UserWarning, match="nothing for epoch 2"):
+        carried.fit(batches, steps_per_epoch=6, epochs=9, verbose=0)
+    assert (carried.progress.samples, carried.progress.updates) == (24, 3)
+
+
+def test_best_weights_are_restored_after_a_carried_tail():
+    best = []
+
+    class Keep(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 0:
+                best.extend(weights_of(self.model))
+
+    stopping = keras.callbacks.EarlyStopping(
+        "loss", patience=1, min_delta=1e9, restore_best_weights=True
+    )
+    carried, _ = make_trainer(accumulation=Accumulation(steps=4, tail="carry"))
+    fit(carried, X[:10], Y[:10], epochs=9, callbacks=[Keep(), stopping])
+    assert carried.progress.samples == 20
+    for one, other in zip(best, weights_of(carried.model), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_last_allowed_update_leaves_a_tail_alone():
+    carried, _ = make_trainer(accumulation=Accumulation(steps=4, tail="carry"))
+    fit(carried, X[:10], Y[:10], max_updates=2)
+    assert carried.progress.updates == 2
 
 
 def test_epoch_too_short_for_an_update_carries_everything(capsys):

@@ -48,10 +48,93 @@ def test_generator_serves_several_epochs_by_steps():
     assert_same_weights(arrays.model, other.model)
 
 
-def test_generator_that_runs_dry_is_reported():
+@pytest.mark.parametrize("steps", [None, 12, 8])
+def test_generator_used_up_before_the_last_epoch_ends_training(steps):
+    """Of 24 batches, `steps` an epoch, or all of them."""
+    trainer, applied = make_trainer()
+    with pytest.warns(UserWarning, match="nothing for epoch"):
+        history = trainer.fit(
+            generate(2), epochs=9, steps_per_epoch=steps, verbose=0
+        )
+    epochs = 24 // (steps or 24)
+    assert history.epoch == list(range(epochs))
+    assert len(history.history["loss"]) == trainer.progress.epochs == epochs
+    assert trainer.progress.samples == 48
+    arrays, _ = make_trainer()
+    fit(arrays, shuffle=False, epochs=2)
+    assert_same_weights(arrays.model, trainer.model)
+
+
+def test_last_epoch_of_a_generator_may_be_shorter():
     trainer, _ = make_trainer()
-    with pytest.raises(DataError, match="none in epoch 1"):
-        trainer.fit(generate(), epochs=2, verbose=0)
+    with pytest.warns(UserWarning, match="2 loader batches where 10 steps"):
+        history = trainer.fit(
+            generate(), epochs=2, steps_per_epoch=10, verbose=0
+        )
+    assert history.epoch == [0, 1]
+    assert trainer.progress.samples == 24
+
+
+def test_iterable_that_has_nothing_for_a_second_epoch_ends_training():
+    class Once:
+        batches = generate()
+
+        def __iter__(self):
+            return iter(self.batches)
+
+        def __len__(self):
+            return 12
+
+    trainer, _ = make_trainer()
+    with pytest.warns(UserWarning, match="nothing for epoch 1"):
+        history = trainer.fit(Once(), epochs=3, verbose=0)
+    assert history.epoch == [0]
+
+
+def test_data_that_have_nothing_at_all_are_reported():
+    trainer, _ = make_trainer()
+    with pytest.raises(DataError, match="none in epoch 0"):
+        trainer.fit(generate(0), epochs=2, verbose=0)
+
+
+@pytest.mark.parametrize("steps", [5, 12, 30])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: (X, Y), id="arrays"),
+        pytest.param(lambda: (Batches(),), id="pydataset"),
+        pytest.param(lambda: (as_tf_data(),), id="tf.data"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Your input ran out")
+def test_epochs_of_some_steps_have_as_many_batches_as_in_keras(make, steps):
+    """Of 12 batches a pass."""
+    counts = []
+
+    class Count(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            counts[-1] += 1
+
+        def on_epoch_begin(self, epoch, logs=None):
+            counts.append(0)
+
+    def run(fit):
+        counts.clear()
+        fit(
+            *make(),
+            batch_size=2 if len(make()) == 2 else None,
+            steps_per_epoch=steps,
+            epochs=4,
+            verbose=0,
+            shuffle=False,
+            callbacks=[Count()],
+        )
+        return list(counts)
+
+    trainer, _ = make_trainer(accumulation=1)
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    assert run(trainer.fit) == run(model.fit)
 
 
 def test_dropping_everything_is_reported():

@@ -160,6 +160,14 @@ def test_validations_of_some_steps_share_a_generator():
     assert history["val_loss"] == pytest.approx(losses, rel=1e-5)
 
 
+def test_validation_generator_that_is_used_up_leaves_training_alone():
+    trainer, _ = make_trainer()
+    with pytest.warns(UserWarning, match="Training goes on without validation"):
+        history = fit(trainer, epochs=3, validation_data=generate()).history
+    assert len(history["loss"]) == 3
+    assert len(history["val_loss"]) == 1
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -263,3 +271,99 @@ def test_predict_and_evaluate_take_so_many_steps():
 def test_predict_needs_neither_loss_nor_targets():
     trainer, _ = make_trainer(Subclassed())
     assert trainer.predict(X, verbose=0).shape == (24, 1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: (X, Y), id="arrays"),
+        pytest.param(lambda: (Batches(), None), id="pydataset"),
+        pytest.param(lambda: (list(generate()), None), id="list"),
+        pytest.param(lambda: (generate(), None), id="generator"),
+        pytest.param(lambda: (as_tf_data(), None), id="tf.data"),
+    ],
+)
+def test_evaluation_and_prediction_end_with_the_data(make):
+    trainer, _ = make_trainer()
+    size = 2 if isinstance(make()[0], np.ndarray) else None
+    expected = trainer.evaluate(X, Y, batch_size=2, verbose=0)
+    with pytest.warns(UserWarning, match="12 loader batches where 17 steps"):
+        loss = trainer.evaluate(*make(), batch_size=size, steps=17, verbose=0)
+    assert loss == pytest.approx(expected, rel=1e-6)
+    with pytest.warns(UserWarning, match="12 loader batches where 17 steps"):
+        rows = trainer.predict(make()[0], batch_size=size, steps=17, verbose=0)
+    np.testing.assert_allclose(
+        rows, trainer.predict(X, verbose=0), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_validations_of_too_many_steps_end_with_the_data():
+    trainer, _ = make_trainer(optimizer=keras.optimizers.SGD(0.0))
+    loss = trainer.evaluate(X[:9], Y[:9], verbose=0)
+    with pytest.warns(UserWarning, match="5 loader batches where 7 steps"):
+        history = fit(
+            trainer,
+            epochs=2,
+            validation_data=(X[:9], Y[:9]),
+            validation_steps=7,
+        ).history
+    assert history["val_loss"] == pytest.approx([loss] * 2, rel=1e-5)
+
+
+class Stop(keras.callbacks.Callback):
+    """Stops evaluations and predictions after two batches."""
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.model.stop_evaluating = batch == 1
+
+    def on_predict_batch_end(self, batch, logs=None):
+        self.model.stop_predicting = batch == 1
+
+
+def test_evaluation_and_prediction_stop_where_a_callback_wants():
+    trainer, _ = make_trainer(optimizer=keras.optimizers.SGD(0.0))
+    loss = trainer.evaluate(X[:6], Y[:6], verbose=0)
+    options = {"batch_size": 3, "verbose": 0, "callbacks": [Stop()]}
+    for _ in range(2):  # The second one is not stopped by the first.
+        assert trainer.evaluate(X, Y, **options) == pytest.approx(loss)
+        assert len(trainer.predict(X, **options)) == 6
+    history = trainer.fit(X, Y, epochs=2, validation_data=(X, Y), **options)
+    assert history.history["val_loss"] == pytest.approx([loss] * 2, rel=1e-5)
+
+
+@pytest.fixture
+def limits():
+    """Give `keras.config`, whose limits hold for this test alone."""
+    if not hasattr(keras.config, "set_max_epochs"):
+        pytest.skip("this version of Keras has no limits")
+    yield keras.config
+    keras.config.set_max_epochs(None)
+    keras.config.set_max_steps_per_epoch(None)
+
+
+@pytest.mark.filterwarnings("ignore:.* is limited to")
+def test_limits_of_keras_hold(limits):
+    limits.set_max_epochs(2)
+    limits.set_max_steps_per_epoch(3)
+    trainer, _ = make_trainer(accumulation=1)
+    history = fit(trainer, epochs=5, validation_data=(X, Y))
+    assert history.epoch == [0, 1]
+    assert trainer.progress.updates == 6
+    loss = trainer.evaluate(X[:6], Y[:6], verbose=0)
+    assert history.history["val_loss"][-1] == pytest.approx(loss, rel=1e-5)
+    assert len(trainer.predict(X, batch_size=4, verbose=0)) == 12
+    fit(trainer, max_updates=99)
+    assert trainer.progress.updates == 12
+    fit(trainer)
+    assert trainer.progress.updates == 15
+
+
+def test_limits_of_keras_are_warned_of(limits):
+    trainer, _ = make_trainer()
+    limits.set_max_epochs(1)
+    with pytest.warns(UserWarning, match="epochs is limited to 1, by keras"):
+        fit(trainer, epochs=2)
+    limits.set_max_steps_per_epoch(2)
+    with pytest.warns(UserWarning, match="^steps is limited to 2"):
+        trainer.evaluate(X, Y, batch_size=2, verbose=0)
+    trainer.predict(X, batch_size=2, steps=1, verbose=0)
