@@ -10,6 +10,8 @@
 #   make bench-peers  compare with Lightning and Accelerate too
 #   make soak     kill training two hundred times on each backend, and compare
 #                 where it ends (KILLS=20 for fewer)
+#   make fuzz     train random models, and compare each with plain Keras
+#                 (CASES=2000 SEED=0; what fails prints a program)
 #   make format   put the code into the shape that `make check` wants
 #   make clean    remove what builds and tools leave behind, except .venv
 #
@@ -23,6 +25,8 @@ BACKENDS ?= tensorflow jax
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 KILLS ?= 200
+CASES ?= 2000
+SEED ?= 0
 
 # A backend chosen in the environment is the only one that is tested.
 ifneq ($(KERAS_BACKEND),)
@@ -37,7 +41,7 @@ TESTS := $(BACKENDS:%=test-%)
 KERAS_CORE_TESTS := $(BACKENDS:%=test-keras_core-%)
 
 .PHONY: demo test $(TESTS) $(KERAS_CORE_TESTS) check lint types doctest bench \
-	bench-quick bench-peers soak format clean
+	bench-quick bench-peers soak fuzz format clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
 
@@ -95,6 +99,13 @@ soak: $(INSTALLED)
 	for backend in $(BACKENDS); do \
 		KERAS_BACKEND=$$backend $(BIN)/python tests/saving/soak.py \
 			--kills $(KILLS) || exit 1; \
+	done
+
+fuzz: $(INSTALLED)
+	for backend in $(BACKENDS); do \
+		PYTHONPATH=tests/support KERAS_BACKEND=$$backend \
+			$(BIN)/python -m fuzz --cases $(CASES) --seed $(SEED) \
+			|| exit 1; \
 	done
 
 format: $(INSTALLED)

@@ -1,0 +1,211 @@
+"""Random losses, metrics and optimizers, as source text."""
+
+import dataclasses
+import re
+
+REDUCTIONS = ("sum_over_batch_size", "sum", "mean_with_sample_weight")
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What an output is compared with.
+
+    Args:
+        loss: text of a loss, `"None"` for none.
+        data: text that makes its labels, given `shape` and `rng`.
+        metrics: list of texts of metrics that take it.
+    """
+
+    loss: str
+    data: str
+    metrics: tuple
+
+
+def draw_target(draw, output):
+    """Draw a loss for an output, with labels and metrics that go with it."""
+    number = "rng.normal(size={shape}).astype('float32')"
+    kinds = ["number"] * 3 + ["binary"]
+    if output.width > 1:
+        kinds += ["class"] * 2 + ["one hot"]
+    kind = draw.choice(kinds)
+    if kind == "number":
+        names = {
+            "mse": "MeanSquaredError",
+            "mae": "MeanAbsoluteError",
+            "huber": "Huber",
+            "log_cosh": "LogCosh",
+        }
+        if output.width > 1:
+            names["cosine_similarity"] = "CosineSimilarity"
+        name = draw.choice(["mse", *names])
+        metrics = ("'mse'", "'mae'", "metrics.RootMeanSquaredError()")
+        return Target(loss_text(draw, name, names[name]), number, metrics)
+    options = "from_logits=True"
+    if kind == "binary":
+        data = "rng.integers(0, 2, {shape}).astype('float32')"
+        name = draw.choice(["BinaryCrossentropy", "BinaryFocalCrossentropy"])
+        metrics = ("metrics.BinaryAccuracy(threshold=0.0)", "'mae'")
+        return Target(loss_text(draw, None, name, options), data, metrics)
+    if kind == "class":
+        data = "rng.integers(0, {width}, {shape_without_width})"
+        if draw.random() < 0.2:
+            options += ", ignore_class=0"
+        metrics = (
+            "'sparse_categorical_accuracy'",
+            "metrics.SparseTopKCategoricalAccuracy(2)",
+        )
+        name = "SparseCategoricalCrossentropy"
+        return Target(loss_text(draw, None, name, options), data, metrics)
+    data = (
+        "np.eye({width}, dtype='float32')"
+        "[rng.integers(0, {width}, {shape_without_width})]"
+    )
+    name = draw.choice(
+        ["CategoricalCrossentropy", "CategoricalFocalCrossentropy"]
+    )
+    return Target(
+        loss_text(draw, None, name, options), data, ("'categorical_accuracy'",)
+    )
+
+
+def loss_text(draw, name, class_name, options=""):
+    """Write a loss, by its name or as an object."""
+    if name and draw.random() < 0.5:
+        return f"'{name}'"
+    reduction = draw.choice(["", *REDUCTIONS])
+    arguments = [options] if options else []
+    if reduction:
+        arguments.append(f"reduction='{reduction}'")
+    if draw.random() < 0.15:
+        arguments.append("name='same'")
+    return f"losses.{class_name}({', '.join(arguments)})"
+
+
+def nested(structure, texts):
+    """Fill texts into a structure."""
+    return structure.format(*texts)
+
+
+def draw_compile_arguments(draw, structure, targets):
+    """Draw what `compile` is given besides the optimizer.
+
+    Returns:
+        Text of keyword arguments, and the targets, whose losses may have
+        become `None`.
+    """
+    count = len(targets)
+    targets = list(targets)
+    if count > 1 and draw.random() < 0.3:
+        targets = [targets[0]] * count if _same(targets) else targets
+    if count > 1 and draw.random() < 0.15:
+        index = draw.randrange(count)
+        targets[index] = dataclasses.replace(targets[index], loss="None")
+    texts = [target.loss for target in targets]
+    losses = nested(structure, texts)
+    arguments = [f"loss={losses}"]
+    if count > 1 and draw.random() < 0.4:
+        weights = [f"{draw.choice([0.0, 0.3, 0.5, 2.0])}" for _ in targets]
+        if "None" not in texts:
+            arguments.append(f"loss_weights={nested(structure, weights)}")
+    for name in ("metrics", "weighted_metrics"):
+        if draw.random() < 0.35:
+            arguments.append(f"{name}={draw_metrics(draw, structure, targets)}")
+    return ", ".join(arguments), targets
+
+
+def _same(targets):
+    return len({target.data for target in targets}) == 1
+
+
+def draw_metrics(draw, structure, targets):
+    """Draw metrics for some of the outputs."""
+    if draw.random() < 0.15:
+        return "[]"
+    texts = []
+    for target in targets:
+        chosen = draw.sample(
+            target.metrics, draw.randint(0, len(target.metrics))
+        )
+        texts.append(f"[{', '.join(chosen)}]")
+    if is_nested(structure):
+        # Keras takes no nests of them, only one for each output.
+        return "[]" if "{{" in structure else f"[{', '.join(texts)}]"
+    return nested(structure, texts)
+
+
+def is_nested(structure):
+    """Say whether a nest holds nests."""
+    return len(re.findall(r"[\[(]|\{\{", structure)) > 1
+
+
+OPTIMIZERS = (
+    "SGD(0.1{o})",
+    "SGD(0.1, momentum=0.9{o})",
+    "SGD(0.1, momentum=0.9, nesterov=True{o})",
+    "Adam(0.01, epsilon=1e-3{o})",
+    "Adam(0.01{o})",
+    "Adam(0.01, amsgrad=True, epsilon=1e-3{o})",
+    "AdamW(0.01, epsilon=1e-3{o})",
+    "Nadam(0.01, epsilon=1e-3{o})",
+    "Adamax(0.01, epsilon=1e-3{o})",
+    "Adagrad(0.1, epsilon=1e-3{o})",
+    "Adadelta(0.5, epsilon=1e-3{o})",
+    "RMSprop(0.01, epsilon=1e-3{o})",
+    "RMSprop(0.01, centered=True, momentum=0.5, epsilon=1e-3{o})",
+    "Ftrl(0.1{o})",
+    "Lion(0.01{o})",
+    "Lamb(0.01, epsilon=1e-3{o})",
+    "Adafactor(0.01{o})",
+    "Muon(0.01, epsilon=1e-3{o})",
+    "ScheduleFreeAdamW(0.01, epsilon=1e-3{o})",
+)
+SCHEDULES = (
+    "optimizers.schedules.ExponentialDecay(0.05, 1, 0.7)",
+    "optimizers.schedules.CosineDecay(0.05, 4)",
+    "optimizers.schedules.PiecewiseConstantDecay([1, 2], [0.1, 0.01, 0.05])",
+    "optimizers.schedules.PolynomialDecay(0.05, 5)",
+)
+
+
+def draw_optimizer(draw):
+    """Draw an optimizer."""
+    options = draw.choice(
+        [""] * 5
+        + [
+            ", clipnorm=0.05",
+            ", clipvalue=0.02",
+            ", global_clipnorm=0.1",
+            ", use_ema=True, ema_momentum=0.8",
+            ", weight_decay=0.05",
+        ]
+    )
+    if draw.random() < 0.1:
+        options += ", weight_decay=0.1" * ("weight_decay" not in options)
+    text = draw.choice(OPTIMIZERS)
+    if draw.random() < 0.25:
+        first = text.index("(") + 1
+        last = min(
+            i for i in (text.find(",", first), text.find("{", first)) if i > 0
+        )
+        text = text[:first] + draw.choice(SCHEDULES) + text[last:]
+    return f"optimizers.{text.format(o=options)}"
+
+
+def labels_text(output, target):
+    """Write the making of an output's labels."""
+    if output.kind == "vector":
+        shape, short = f"[size, {output.width}]", "[size]"
+    else:
+        shape, short = f"[size, length, {output.width}]", "[size, length]"
+    return target.data.format(
+        shape=shape, shape_without_width=short, width=output.width
+    )
+
+
+def weights_text(draw, output):
+    """Write the making of an output's sample weights."""
+    shape = "[size]"
+    if output.kind == "sequence":
+        shapes = ["[size, length]", "[size, 1]"]
+        shape = draw.choice(shapes + ["[size]"] * (not output.is_masked))
+    return f"rng.uniform(0.1, 2.0, {shape}).astype('float32')"

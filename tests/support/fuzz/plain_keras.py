@@ -1,0 +1,320 @@
+"""What plain Keras makes of the big batches, and how near another must come.
+
+This file imports nothing of the package under test. Every program that a
+failing case prints contains it.
+"""
+
+import keras
+import numpy as np
+
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+
+ROUNDING = 2e-5
+"""Most that a number may be off, relative to how far the largest one moves."""
+
+NOISE = 1e-5
+"""Most that a gradient may be off, relative to the largest one."""
+
+FURTHER_LOGS = (
+    "learning_rate",
+    "gradient_norm",
+    "clipped_gradient_norm",
+    "loss_scale",
+    "updates",
+    "skipped_updates",
+)
+"""What a Trainer tells besides what Keras does."""
+
+
+def join(batches):
+    """Make one batch of several, `(x, y)` or `(x, y, sample_weight)`."""
+    return keras.tree.map_structure(
+        lambda *parts: np.concatenate(parts), *batches
+    )
+
+
+def windows_of_epochs(batches, epochs, steps, tail):
+    """Say which batches make an update together, epoch by epoch.
+
+    Args:
+        batches: list of what the loader yields in every epoch.
+        epochs: how many there are.
+        steps: function of the updates made, how many batches make the next.
+        tail: what becomes of an update that an epoch leaves incomplete.
+
+    Returns:
+        For every epoch a list of lists of batches. Those that are not finite
+        are left out, as they must leave no trace.
+    """
+    updates, window, result = 0, [], []
+    for epoch in range(epochs):
+        windows = []
+        for index, batch in enumerate(batches):
+            window.append(batch)
+            ends = index + 1 == len(batches) and (
+                tail == "flush" or (tail == "carry" and epoch + 1 == epochs)
+            )
+            if len(window) == steps(updates) or ends:
+                if is_finite(window):
+                    windows.append(window)
+                    updates += 1
+                window = []
+        if tail == "drop":
+            window = []
+        result.append(windows)
+    return result
+
+
+def is_finite(nest):
+    """Say whether there is neither NaN nor infinity in a nest of arrays."""
+    return all(np.all(np.isfinite(leaf)) for leaf in keras.tree.flatten(nest))
+
+
+def with_dense_gradients(optimizer, noise=0.0):
+    """Have an optimizer add up gradients of one row, as Keras should.
+
+    Args:
+        optimizer: Keras optimizer, changed.
+        noise: what to add to gradients, relative to the largest of them.
+    """
+    apply = optimizer.apply
+
+    def apply_dense(grads, trainable_variables=None):
+        variables = trainable_variables or optimizer._trainable_variables
+        grads = [dense(gradient) for gradient in grads]
+        if noise:
+            grads = with_noise(grads, variables, noise)
+        return apply(grads, trainable_variables)
+
+    optimizer.apply = apply_dense
+    return optimizer
+
+
+def dense(gradient):
+    """Add up what stands in several places of an `IndexedSlices`."""
+    if keras.backend.backend() != "tensorflow" or gradient is None:
+        return gradient
+    return tf.convert_to_tensor(gradient)
+
+
+def with_noise(gradients, variables, noise):
+    """Add rounding to every gradient that is not exactly zero."""
+    rng = np.random.default_rng(0)
+    plain = [
+        g is not None and not getattr(v, "overwrite_with_gradient", False)
+        for g, v in zip(gradients, variables, strict=True)
+    ]
+    largest = keras.ops.max(
+        keras.ops.stack(
+            [
+                keras.ops.max(keras.ops.abs(g))
+                for g, is_plain in zip(gradients, plain, strict=True)
+                if is_plain
+            ]
+        )
+    )
+    result = []
+    for gradient, is_plain in zip(gradients, plain, strict=True):
+        if is_plain:
+            signs = rng.choice([-1.0, 1.0], gradient.shape).astype("float32")
+            added = gradient + signs * noise * largest
+            gradient = keras.ops.where(gradient == 0, gradient, added)
+        result.append(gradient)
+    return result
+
+
+def train_plainly(model, fits):
+    """Train a compiled model by Keras's own step, a window at a time.
+
+    Args:
+        model: `keras.Model`, compiled.
+        fits: for every fit its epochs, for each of them its windows, each of
+            them one batch.
+
+    Returns:
+        What `outcome_of` returns.
+    """
+    updates, histories = [], []
+    reset_metrics = model.reset_metrics
+    # A batch begins anew here; what `fit` tells is over an epoch.
+    model.reset_metrics = lambda: None
+    for epochs in fits:
+        history = {}
+        for windows in epochs:
+            reset_metrics()
+            before, samples = {}, 0
+            for window in windows:
+                logs = model.train_on_batch(*window, return_dict=True)
+                count = len(keras.tree.flatten(window)[0])
+                updates.append(
+                    own_losses(logs, before, samples, samples + count)
+                )
+                before, samples = logs, samples + count
+            for name, value in before.items():
+                if len(windows) > 1 and is_loss(name):
+                    # Keras weighs updates by samples, we by what losses were
+                    # divided by; both stand for themselves update by update.
+                    value = np.nan
+                history.setdefault(name, []).append(np.asarray(value))
+        finish_fit(model)
+        histories.append(history)
+    model.reset_metrics = reset_metrics
+    return outcome_of(model, model.optimizer, updates, histories)
+
+
+def finish_fit(model):
+    """Do what `fit` does in the end: put averages in the weights' place."""
+    optimizer = model.optimizer
+    optimizer.finalize_variable_values(model.trainable_weights)
+    if optimizer.use_ema:
+        for variable in model.trainable_weights:
+            # JAX must not be given the memory of an average twice.
+            variable.assign(np.array(variable))
+
+
+def own_losses(mean, mean_before, samples_before, samples):
+    """Tell the losses of one update from the means up to it and before it."""
+    return {
+        name: (value * samples - mean_before.get(name, 0.0) * samples_before)
+        / (samples - samples_before)
+        for name, value in mean.items()
+        if is_loss(name)
+    }
+
+
+def is_loss(name):
+    """Say whether a name in the logs is that of a loss."""
+    return name == "loss" or name.endswith("_loss")
+
+
+def outcome_of(model, optimizer, updates, histories):
+    """Collect everything that training has changed or told.
+
+    Args:
+        model: `keras.Model`.
+        optimizer: the one that trained it.
+        updates: list of dicts, the losses of every update.
+        histories: list of dicts, `History.history` of every fit.
+
+    Returns:
+        Dict of arrays. The part of a name before the first `:` says how they
+        are compared.
+    """
+    outcome = {}
+    for kind, variables in (
+        ("weight", model.weights),
+        ("slot", optimizer.variables),
+    ):
+        for index, variable in enumerate(variables):
+            path = variable.path.split("/", 1)[-1]
+            name = f"{kind}:{index} {path}"
+            outcome[name] = keras.ops.convert_to_numpy(variable)
+    for index, logs in enumerate(updates):
+        for name, value in logs.items():
+            outcome[f"number:update {index} {name}"] = np.asarray(value)
+    for index, history in enumerate(histories):
+        for name, value in history.items():
+            if name not in FURTHER_LOGS:
+                outcome[f"number:fit {index} {name}"] = np.asarray(value)
+    return outcome
+
+
+def add_results(outcome, evaluation, prediction):
+    """Add what `evaluate` and `predict` return to an outcome."""
+    for name, value in evaluation.items():
+        outcome[f"number:evaluate {name}"] = np.asarray(value)
+    for index, leaf in enumerate(keras.tree.flatten(prediction)):
+        outcome[f"number:predict {index}"] = np.asarray(leaf)
+    return outcome
+
+
+def differences(actual, expected, initial, train):
+    """List how an outcome differs from that of plain Keras.
+
+    What differs by more than rounding is compared once more with how far
+    Keras's own outcome moves when its gradients are rounded otherwise: where
+    a true gradient is zero, an optimizer may make anything of it.
+
+    Args:
+        actual: dict of arrays.
+        expected: dict of arrays, Keras's own.
+        initial: list of arrays, the weights before training.
+        train: function of the noise in gradients, returns Keras's outcome.
+
+    Returns:
+        List of sentences, empty where both agree.
+    """
+    if not any(name.startswith("number:update") for name in actual):
+        expected = {
+            name: value
+            for name, value in expected.items()
+            if not name.startswith("number:update")
+        }
+    found = [
+        f"{name} is missing" for name in expected if name not in actual
+    ] + [f"{name} is too many" for name in actual if name not in expected]
+    names = [name for name in expected if name in actual]
+    for name in names:
+        if actual[name].shape != expected[name].shape:
+            shapes = f"{actual[name].shape} instead of {expected[name].shape}"
+            found.append(f"{name} has the shape {shapes}")
+    if found:
+        return found
+    allowed = tolerances(expected, initial)
+    off = [n for n in names if not is_near(actual, expected, n, allowed[n])]
+    if not off:
+        return []
+    noisy = [train(noise) for noise in (NOISE, -NOISE)]
+    for name in off:
+        floor = max(largest(other[name] - expected[name]) for other in noisy)
+        if not is_near(actual, expected, name, allowed[name] + 2 * floor):
+            error = largest(actual[name] - expected[name])
+            found.append(
+                f"{name}: off by {error:.3g}, where {allowed[name]:.3g} is "
+                f"rounding and {floor:.3g} noise\n"
+                f"    Keras {brief(expected[name])}\n"
+                f"    ours  {brief(actual[name])}"
+            )
+    return found
+
+
+def tolerances(expected, initial):
+    """Say how far each array may be off: how much of it may be rounding."""
+    weights = [v for name, v in expected.items() if name.startswith("weight:")]
+    moved = max(
+        (largest(a - b) for a, b in zip(weights, initial, strict=True)),
+        default=0.0,
+    )
+    result = {}
+    for name, value in expected.items():
+        size = largest(value)
+        if name.startswith("weight:"):
+            result[name] = ROUNDING * moved + 1e-6 * size
+        elif name.startswith("slot:"):
+            result[name] = 5 * ROUNDING * size
+        else:
+            result[name] = ROUNDING * (size + 0.1)
+    return result
+
+
+def is_near(actual, expected, name, allowed):
+    """Say whether two arrays agree, where Keras's is a number."""
+    if actual[name].dtype.kind not in "fiub":
+        return bool(np.all(actual[name] == expected[name]))
+    a, b = actual[name].astype(float), expected[name].astype(float)
+    return bool(np.all((np.abs(a - b) <= allowed) | np.isnan(b)))
+
+
+def largest(array):
+    """Return the largest absolute value among the numbers of an array."""
+    array = np.asarray(array, dtype=float)
+    array = array[~np.isnan(array)]
+    return float(np.max(np.abs(array))) if array.size else 0.0
+
+
+def brief(array):
+    """Show the first few numbers of an array."""
+    return np.array2string(
+        np.ravel(np.asarray(array, dtype=float))[:6], precision=7
+    )
