@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from accumtrainer.data.batches import Window, map_leaves
-from accumtrainer.keras_api import flatten_layers, keras, ops
+from accumtrainer.keras_api import flatten_layers, is_overwritten, keras, ops
 from accumtrainer.steps import Plan, Step
 from accumtrainer.window.objective import is_random_state
 
@@ -27,7 +27,8 @@ class Equivalence:
     Args:
         errors: dict from the path of each trainable variable to the largest
             difference between its two gradients, over the largest gradient of
-            the whole model.
+            the whole model; over its own where it is to be assigned, as the
+            scales of float8 layers are.
         samples: number of samples in the batch.
         micro_batches: number of micro-batches it was cut into.
         tolerance: largest error that counts as rounding.
@@ -213,12 +214,20 @@ class _Way:
 
 
 def _errors(way, gradients, expected):
-    paths = [variable.path for variable in way.model.trainable_variables]
+    variables = way.model.trainable_variables
+    sizes = [float(np.abs(gradient).max()) for gradient in expected]
+    assigned = list(map(is_overwritten, variables))
     # A gradient that is NaN is an error of its own, not of the others.
-    largest = np.fmax.reduce([np.abs(g).max() for g in expected])
+    largest = np.fmax.reduce(
+        [s for s, alone in zip(sizes, assigned, strict=True) if not alone],
+        initial=0.0,
+    )
     return {
-        path: float(np.abs(one - other).max()) / float(largest or 1.0)
-        for path, one, other in zip(paths, gradients, expected, strict=True)
+        variable.path: float(np.abs(one - other).max())
+        / float((size if alone else largest) or 1.0)
+        for variable, one, other, size, alone in zip(
+            variables, gradients, expected, sizes, assigned, strict=True
+        )
     }
 
 

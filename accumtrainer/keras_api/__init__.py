@@ -71,6 +71,7 @@ __all__ = [
     "flatten_layers",
     "global_limit",
     "is_known_to",
+    "is_overwritten",
     "keras",
     "keras_mask",
     "losses_of_layers",
@@ -131,6 +132,15 @@ def is_known_to(optimizer, variable):
     if not optimizer.built:
         return True
     return any(known is variable for known in optimizer._trainable_variables)
+
+
+def is_overwritten(variable):
+    """Say whether an optimizer assigns a variable what its gradient is.
+
+    The scales of float8 layers are such variables. Older versions of Keras do
+    not know of any.
+    """
+    return getattr(variable, "overwrite_with_gradient", False)
 
 
 def copy_mask(source, target):

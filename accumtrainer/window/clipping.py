@@ -108,12 +108,14 @@ def global_norm(gradients, sum_of_squares=sum_of_squares):
     """Compute the norm of all gradients together.
 
     Args:
-        gradients: list of at least one tensor, float32.
+        gradients: list of tensors, float32.
         sum_of_squares: function of one of them, a scalar tensor, float32.
 
     Returns:
         Scalar tensor, float32.
     """
+    if not gradients:
+        return ops.zeros((), "float32")
     few = [ops.reshape(g, [-1]) for g in gradients if _has_few(g)]
     if len(few) > 1:
         many = [gradient for gradient in gradients if not _has_few(gradient)]
@@ -136,7 +138,7 @@ def clipped_norm(gradients, optimizer):
     """Compute the global norm that is left after the optimizer's clipping.
 
     Args:
-        gradients: list of at least one tensor, float32.
+        gradients: list of tensors, float32.
         optimizer: Keras optimizer.
 
     Returns:

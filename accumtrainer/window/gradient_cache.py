@@ -21,7 +21,7 @@ numbers. What the loss uses beside embeddings, such as a learned temperature,
 gets its gradient when the loss is differentiated.
 """
 
-from accumtrainer.keras_api import keras, ops, tree
+from accumtrainer.keras_api import is_overwritten, keras, ops, tree
 from accumtrainer.window.losses import WeightedLoss
 
 
@@ -96,12 +96,15 @@ class GradientCache:
 
         variables = self._hooks.model.trainable_variables
         leaves = tree.flatten(embeddings)
+        assigned = [*map(is_overwritten, variables), *[False] * len(leaves)]
         (loss, logs), gradients = self._backend.value_and_grad(
             objective, variables, leaves
         )
         gradients = [
-            None if g is None else ops.cast(g, "float32") / scale
-            for g in gradients
+            None
+            if g is None
+            else ops.cast(g, "float32") / (1.0 if is_assigned else scale)
+            for g, is_assigned in zip(gradients, assigned, strict=True)
         ]
         direct, cotangents = (
             gradients[: len(variables)],

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from accumtrainer.keras_api import flatten_layers, ops, tree
+from accumtrainer.keras_api import flatten_layers, is_overwritten, ops, tree
 from accumtrainer.layers import WindowLayer
 from accumtrainer.window.clipping import global_norm
 from accumtrainer.window.gradient_cache import GradientCache
@@ -93,18 +93,80 @@ class Passes:
             *self._state.variables,
         ]
 
+    # Gradients, one per trainable variable.
+
+    @functools.cached_property
+    def overwritten(self):
+        """Positions of the variables that are assigned what their gradient is.
+
+        Such a gradient is neither scaled nor weighed, no hook sees it, and in
+        place of the sum of several the largest counts, as in Keras.
+        """
+        variables = enumerate(self._model.trainable_variables)
+        return {position for position, v in variables if is_overwritten(v)}
+
+    def ordinary(self, gradients):
+        """Pick the gradients that are there and are not to be assigned."""
+        return [
+            gradient
+            for position, gradient in enumerate(gradients)
+            if gradient is not None and position not in self.overwritten
+        ]
+
     def zeros(self):
-        """Make sums of no gradients yet, list of tensors, float32."""
+        """Make gradients of nothing, list of tensors, float32."""
         return [
             ops.zeros(v.shape, "float32")
             for v in self._model.trainable_variables
         ]
 
+    def no_sums(self):
+        """Make sums of no gradients yet, list of tensors, float32."""
+        return [
+            ops.full(v.shape, self.least(position), "float32")
+            for position, v in enumerate(self._model.trainable_variables)
+        ]
+
+    def least(self, position):
+        """Return what a sum of gradients begins with, a float."""
+        return -np.inf if position in self.overwritten else 0.0
+
     def add(self, sums, gradients):
         """Add gradients to their sums, `None` standing for nothing."""
         return [
-            total if gradient is None else self._backend.add(total, gradient)
-            for total, gradient in zip(sums, gradients, strict=True)
+            total if gradient is None else self._plus(position, total, gradient)
+            for position, (total, gradient) in enumerate(
+                zip(sums, gradients, strict=True)
+            )
+        ]
+
+    def _plus(self, position, total, gradient):
+        if position in self.overwritten:
+            return ops.maximum(total, ops.cast(gradient, "float32"))
+        return self._backend.add(total, gradient)
+
+    def changed_by(self, hook, gradients, info):
+        """Have a hook change gradients, in which it finds zeros for `None`.
+
+        Args:
+            hook: function of a list of tensors and of an `Info`.
+            gradients: list of tensors, float32, or `None`.
+            info: `Info`.
+
+        Returns:
+            List of tensors, `None` only where nothing is to be assigned.
+        """
+        shown = [
+            zeros if g is None or position in self.overwritten else g
+            for position, (g, zeros) in enumerate(
+                zip(gradients, self.zeros(), strict=True)
+            )
+        ]
+        return [
+            before if position in self.overwritten else after
+            for position, (before, after) in enumerate(
+                zip(gradients, hook(shown, info), strict=True)
+            )
         ]
 
     # What hooks and layers are told.
@@ -198,15 +260,11 @@ class Passes:
             if self._loss_scale is not None:
                 total = total * self._state.loss_scale.value
             summary = _summary(measured, share.weighing, book.take())
-            if self.weighs_losses:
-                # A denominator may depend on the weights, as a count of what
-                # is predicted does, and is a constant nevertheless.
-                total = total * loss_weight(
-                    share.weighing,
-                    weight=ops.stop_gradient(summary["gradient_weight"]),
-                    micro_batches=ops.cast(share.total, "float32"),
-                )
-            return total, summary
+            # A denominator may depend on the weights, as a count of what is
+            # predicted does, and is a constant nevertheless.
+            weight = ops.stop_gradient(summary["gradient_weight"])
+            weight = self._weight_of_losses(weight, share)
+            return total if weight is None else total * weight, summary
 
         # Layers may run again while their gradients are taken.
         with self.layers_in_window(index):
@@ -218,7 +276,7 @@ class Passes:
         info = replace(info, loss=summary["loss"], weight=summary["weight"])
         book.open()
         weight = summary["gradient_weight"]
-        gradients, norm = self._weigh(gradients, weight, info)
+        gradients, norm = self._weigh(gradients, weight, share, info)
         self._note_used(gradients)
         tally.add(
             summary["numerators"],
@@ -254,36 +312,52 @@ class Passes:
         """
         return self._may_weigh_losses and not self.measures_gradients
 
-    def _weigh(self, gradients, weight, info):
+    @property
+    def divides_losses(self):
+        """Whether what is differentiated is as large as in the big batch.
+
+        What is assigned to variables may depend on how large it is.
+        """
+        return bool(self.overwritten)
+
+    def _weight_of_losses(self, weight, share):
+        """Say by what losses are multiplied, `None` if their gradients are."""
+        if not (self.weighs_losses or share.weighing.divides_losses):
+            return None
+        return loss_weight(
+            share.weighing,
+            weight=weight,
+            micro_batches=ops.cast(share.total, "float32"),
+            totals=share.totals,
+        )
+
+    def _weigh(self, gradients, weight, share, info):
         """Weigh a micro-batch's gradients; measure their norm if asked to."""
         if self.weighs_losses:
             return gradients, None
-        factor = weight
-        if self._loss_scale is not None:
-            factor = factor / self._state.loss_scale.value
+        scale = self._state.loss_scale.value
+        has_weight = self._weight_of_losses(weight, share)
+        if has_weight is not None:
+            weight, scale = has_weight, has_weight * scale
         if self._hooks.overrides("on_accumulate"):
-            gradients = self._unscaled(gradients)
-            gradients = self._hooks.on_accumulate(gradients, info)
-            factor = weight
+            gradients = self._times(1.0 / scale, gradients)
+            gradients = self.changed_by(
+                self._hooks.on_accumulate, gradients, info
+            )
+            scale = 1.0
         norm = None
         if self.measures_gradients:
-            used = [ops.cast(g, "float32") for g in gradients if g is not None]
-            norm = global_norm(used) * (factor / weight)
-        weighed = [
-            None if g is None else ops.cast(g, "float32") * factor
-            for g in gradients
-        ]
-        return weighed, norm
+            used = self.ordinary(self._times(1.0, gradients))
+            norm = global_norm(used) / scale
+        return self._times(weight / scale, gradients), norm
 
-    def _unscaled(self, gradients):
-        """Fill in zeros and undo the loss scale, for hooks."""
-        variables = self._model.trainable_variables
-        scale = 1.0 / self._state.loss_scale.value
+    def _times(self, factor, gradients):
+        """Multiply gradients in float32, but for those to be assigned."""
         return [
-            ops.zeros(v.shape, "float32")
-            if g is None
-            else ops.cast(g, "float32") * scale
-            for g, v in zip(gradients, variables, strict=True)
+            g
+            if g is None or position in self.overwritten
+            else ops.cast(g, "float32") * factor
+            for position, g in enumerate(gradients)
         ]
 
     def _note_used(self, gradients):
@@ -360,9 +434,10 @@ class Passes:
             embeddings, batch, info
         )
         tally.add_logs(logs)
-        # As large as a gradient that counts k times and is divided by k.
-        count = ops.cast(micro_batches, "float32")
-        gradients = [None if g is None else g * count for g in gradients]
+        if not self.divides_losses:
+            # As large as a gradient that counts k times and is divided by k.
+            count = ops.cast(micro_batches, "float32")
+            gradients = [None if g is None else g * count for g in gradients]
         self._note_used(gradients)
         return cotangents, loss, gradients
 

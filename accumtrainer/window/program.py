@@ -200,13 +200,17 @@ class WindowProgram:
         """Whether micro-batches can run before their window is known.
 
         Losses with denominators of their own cannot: what each counts depends
-        on the whole window.
+        on the whole window. Nor can those that are divided at once.
         """
-        return self._weighing(is_even=False).rule != "balance"
+        weighing = self._weighing(is_even=False)
+        return weighing.rule != "balance" and not weighing.divides_losses
 
     def _weighing(self, is_even):
         return choose_weighing(
-            self.losses, combine=self._combine, is_even=is_even
+            self.losses,
+            combine=self._combine,
+            is_even=is_even,
+            divides_losses=self._passes.divides_losses,
         )
 
     # A whole window in one call.
@@ -233,7 +237,7 @@ class WindowProgram:
             totals = self._passes.scan_weights(stacked, share)
             share = share._replace(totals=totals)
         self._variables.keep_start()
-        sums = self._passes.zeros()
+        sums = self._passes.no_sums()
         ahead = None
         with self._variables.begun_empty():
             if looks_ahead:

@@ -262,11 +262,7 @@ class Merger:
             return change if rule == "sum" else change / self._replicas
         if rule == "first":
             return ops.where(ops.equal(replica, 0), new, ops.zeros_like(new))
-        rows = ops.reshape(
-            ops.equal(ops.arange(self._replicas), replica),
-            [self._replicas] + [1] * len(new.shape),
-        )
-        return ops.where(rows, new, ops.zeros_like(new))
+        return in_row(new, replica, self._replicas)
 
     def take_in(self, summed):
         """Assign what all replicas did together.
@@ -290,3 +286,21 @@ class Merger:
                 total = EXTREMES[rule][2](total, axis=0)
             self._backend.write(variable, total)
         return rows
+
+
+def in_row(tensor, replica, replicas):
+    """Put a replica's tensor where the sum over replicas keeps it apart.
+
+    Args:
+        tensor: tensor `[...]`.
+        replica: scalar tensor, int32, its index.
+        replicas: int, how many there are.
+
+    Returns:
+        Tensor `[replicas, ...]`, zero in all rows but one.
+    """
+    rows = ops.reshape(
+        ops.equal(ops.arange(replicas), replica),
+        [replicas] + [1] * len(tensor.shape),
+    )
+    return ops.where(rows, tensor, ops.zeros_like(tensor))

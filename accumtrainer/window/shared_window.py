@@ -3,7 +3,7 @@
 from accumtrainer.keras_api import ops
 from accumtrainer.window.objective import metric_variables
 from accumtrainer.window.passes import length
-from accumtrainer.window.replicas import Merger, Share
+from accumtrainer.window.replicas import Merger, Share, in_row
 
 
 class SharedWindow:
@@ -60,14 +60,20 @@ class SharedWindow:
             tensor `[k, n]` of the numbers of what was run, see `Passes.run`,
             added up over all replicas that count it.
         """
-        merger = self._merger
+        merger, overwritten = self._merger, self._passes.overwritten
 
         def run(replica, shares):
             before = merger.begin(replica)
             sums, rows = self._run_one(shares, share._replace(replica=replica))
+            for position in overwritten:
+                sums[position] = in_row(
+                    sums[position], replica, self._backend.replicas
+                )
             return sums, rows, merger.changes(before, replica)
 
         sums, rows, changes = self._sum_over_replicas(run, shares)
+        for position in overwritten:
+            sums[position] = ops.max(sums[position], axis=0)
         known = merger.take_in(changes)
         for layer in self._passes.window_layers:
             weights = layer.window_weights
@@ -94,7 +100,7 @@ class SharedWindow:
         """
         is_first = ops.equal(share.replica, 0)
         tally = self._variables.window
-        sums, rows, begun = self._passes.zeros(), [], 0
+        sums, rows, begun = self._passes.no_sums(), [], 0
 
         def run(stacked, begun, sums):
             return self._passes.scan(stacked, share, tally, sums, begun)

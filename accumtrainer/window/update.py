@@ -83,7 +83,9 @@ class Update:
         )
         # The norm of what is yet to be divided, since dividing where the
         # optimizer reads it spares memory a pass.
-        norm = global_norm(sums, self._backend.sum_of_squares)
+        norm = global_norm(
+            self._passes.ordinary(sums), self._backend.sum_of_squares
+        )
         if divisor is not None:
             norm = ops.divide_no_nan(norm, divisor)
         is_finite = ops.isfinite(norm)
@@ -92,10 +94,9 @@ class Update:
         if self._clips:
             gradients = _divide(sums, divisor)
         if hooks.overrides("on_apply"):
-            gradients = hooks.on_apply(gradients, info)
-            is_finite = ops.logical_and(
-                is_finite, ops.isfinite(global_norm(gradients))
-            )
+            gradients = self._passes.changed_by(hooks.on_apply, gradients, info)
+            changed = global_norm(self._passes.ordinary(gradients))
+            is_finite = ops.logical_and(is_finite, ops.isfinite(changed))
         self._window.add_logs(hooks._log_book.take())
         # Copies, because both may be variables that are about to move.
         lr = ops.copy(ops.cast(self._optimizer.learning_rate, "float32"))
@@ -126,7 +127,7 @@ class Update:
         }
         if self._clips:
             window["clipped_gradient_norm"] = clipped_norm(
-                gradients, self._optimizer
+                self._passes.ordinary(gradients), self._optimizer
             )
         return {
             "window": window,
@@ -156,7 +157,8 @@ class Update:
         divisor = gradient_divisor(
             weighing, total_weight=weight, micro_batches=count
         )
-        gradients = _divide(sums, divisor)
+        # Copies, because sums may be variables that are about to be cleared.
+        gradients = list(map(ops.copy, _divide(sums, divisor)))
         return total_loss(means, self._losses, 0.0), gradients
 
     def _window_means(self):
@@ -187,10 +189,13 @@ class Update:
 
     def _for_optimizer(self, gradients):
         """Leave unused variables out, as Keras does, unless a hook looked."""
-        if any(map(self._hooks.overrides, ("on_accumulate", "on_apply"))):
-            return gradients
+        looked = any(map(self._hooks.overrides, ("on_accumulate", "on_apply")))
+        passes = self._passes
         return [
-            gradient if position in self._passes.used else None
+            gradient
+            if position in passes.used
+            or (looked and position not in passes.overwritten)
+            else None
             for position, gradient in enumerate(gradients)
         ]
 

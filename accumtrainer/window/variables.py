@@ -159,7 +159,7 @@ class WindowVariables:
         self._backend.publish()
         self.accumulators = [
             keras.Variable(
-                lambda shape, dtype: ops.zeros(shape, dtype),
+                _filled_with(self._passes.least(position)),
                 shape=v.shape,
                 dtype="float32",
                 trainable=False,
@@ -170,8 +170,14 @@ class WindowVariables:
 
     def accumulate(self, gradients):
         """Add gradients to the accumulators, `None` standing for nothing."""
-        for total, gradient in zip(self.accumulators, gradients, strict=True):
-            if gradient is not None:
+        for position, (total, gradient) in enumerate(
+            zip(self.accumulators, gradients, strict=True)
+        ):
+            if gradient is None:
+                continue
+            if position in self._passes.overwritten:
+                total.assign(ops.maximum(total.value, gradient))
+            else:
                 self._backend.add_to(total, gradient)
 
     @property
@@ -196,8 +202,9 @@ class WindowVariables:
     def clear_sums(self):
         """Begin with sums of no micro-batches, of losses and of gradients."""
         self.window.clear()
-        for accumulator in self.accumulators:
-            accumulator.assign(ops.zeros_like(accumulator.value))
+        for position, accumulator in enumerate(self.accumulators):
+            least = self._passes.least(position)
+            accumulator.assign(ops.full_like(accumulator.value, least))
 
     # The beginnings of epochs and windows.
 
@@ -232,6 +239,10 @@ class WindowVariables:
         for variable, start in zip(self._kept, self.start, strict=True):
             if not is_random_state(variable):
                 self._backend.write(variable, start.value)
+
+
+def _filled_with(value):
+    return lambda shape, dtype: ops.full(shape, value, dtype)
 
 
 def _unique(variables):

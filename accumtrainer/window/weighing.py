@@ -11,6 +11,10 @@ weigh the gradient by `wᵢ` in float32, divide once at the end by `Σᵢ wᵢ`.
 `Σₒ k wₒᵢ/Σᵢ wₒᵢ Lₒᵢ`, add the gradients up, divide once at the end by k. The
 factors in front of the losses are of order one, so that float16 does not
 underflow; they need `Σᵢ wₒᵢ` before the first gradient.
+
+Layers that compute in float8 note how large gradients are on their way back.
+With them losses are divided instead of gradients, in both arrangements: then
+all that is differentiated is as large as in the big batch.
 """
 
 from dataclasses import dataclass, replace
@@ -57,16 +61,19 @@ class Weighing:
         """
         is_alone = isinstance(micro_batches, int) and micro_batches == 1
         is_known = self.rule != "denominator" or self.is_uniform
-        return replace(self, divides_losses=is_known or is_alone)
+        divides = self.divides_losses or is_known or is_alone
+        return replace(self, divides_losses=divides)
 
 
-def choose_weighing(losses, *, combine, is_even):
+def choose_weighing(losses, *, combine, is_even, divides_losses=False):
     """Choose how a window is weighed.
 
     Args:
         losses: list of `WeightedLoss`, one micro-batch's.
         combine: `"exact"`, `"mean"` or `"sum"`.
         is_even: whether all micro-batches of the window have equal shapes.
+        divides_losses: whether what is differentiated must be as large as in
+            the big batch.
 
     Returns:
         `Weighing`.
@@ -79,13 +86,21 @@ def choose_weighing(losses, *, combine, is_even):
         'denominator'
     """
     if combine != "exact":
-        return Weighing(rule=combine)
+        return Weighing(rule=combine, divides_losses=divides_losses)
     means = [loss for loss in losses if not loss.is_sum]
     is_uniform = is_even and all(loss.is_uniform for loss in means)
     if len(means) == 1 and len(losses) == 1:
-        return Weighing(rule="denominator", is_uniform=is_uniform)
-    needs_totals = bool(means) and not is_uniform
-    return Weighing(rule="balance", needs_totals=needs_totals)
+        return Weighing(
+            rule="denominator",
+            needs_totals=divides_losses and not is_uniform,
+            is_uniform=is_uniform,
+            divides_losses=divides_losses,
+        )
+    return Weighing(
+        rule="balance",
+        needs_totals=bool(means) and not is_uniform,
+        divides_losses=divides_losses,
+    )
 
 
 def loss_factors(losses, weighing, *, micro_batches, totals):
@@ -139,20 +154,28 @@ def gradient_weight(losses, weighing):
     return ops.ones((), dtype="float32")
 
 
-def loss_weight(weighing, *, weight, micro_batches):
+def loss_weight(weighing, *, weight, micro_batches, totals):
     """Weigh one micro-batch's losses, where not its gradient is weighed.
 
     Args:
         weighing: `Weighing`.
         weight: scalar tensor, float32, see `gradient_weight`.
         micro_batches: scalar tensor, float32, k.
+        totals: tensor `(losses,)`, float32, the window's denominators; read
+            only if `weighing.needs_totals`.
 
     Returns:
         Scalar tensor, float32, or a float.
     """
     if not weighing.divides_losses:
         return weight
-    return 1.0 if weighing.rule == "sum" else 1.0 / micro_batches
+    if weighing.rule == "sum":
+        return 1.0
+    if weighing.rule == "denominator" and weighing.needs_totals:
+        share = ops.divide_no_nan(weight, totals[0])
+        # Of padding alone, see `gradient_weight`, all count alike.
+        return ops.where(ops.equal(totals[0], 0), 1.0 / micro_batches, share)
+    return 1.0 / micro_batches
 
 
 def gradient_divisor(weighing, *, total_weight, micro_batches):

@@ -131,6 +131,37 @@ def targets(rng, samples):
 BATCH_SIZES = {"even": 24, "smaller": 28, "left over": 17, "few": 3}
 
 
+@pytest.mark.filterwarnings("ignore:Layer InputLayer does not have")
+def test_replicas_assign_the_scales_of_float8_as_one_device(rng):
+    def make_model():
+        dense = keras.layers.Dense
+        model = keras.Sequential(
+            [
+                keras.Input([6]),
+                # Biases would be rounded to bfloat16.
+                dense(8, activation="tanh", use_bias=False),
+                dense(2, use_bias=False),
+            ]
+        )
+        model.quantize("float8")
+        for variable in model.trainable_variables:
+            if variable.overwrite_with_gradient:
+                begin[variable.path] = ops.convert_to_numpy(variable)
+        return model
+
+    begin = {}
+    x, y = targets(rng, 24)
+    trainers = []
+    for count in (1, 2):
+        trainer = make_trainer(count, make_model)
+        for variable in trainer.model.trainable_variables:
+            if variable.path in begin:
+                variable.assign(begin[variable.path])
+        trainer.fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0)
+        trainers.append(trainer)
+    assert_close(*map(weights_of, trainers), 1e-3)
+
+
 @pytest.mark.parametrize("kind", BATCH_SIZES)
 def test_replicas_make_the_updates_of_one_device(rng, kind):
     batch_size = BATCH_SIZES[kind]
