@@ -222,6 +222,18 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
+    def rarely(
+        self,
+        predicate: Tensor,
+        function: Callable[[], list[Tensor]],
+        otherwise: list[Tensor],
+    ) -> list[Tensor]:
+        """Return what a function returns, or otherwise what is there.
+
+        Where the predicate does not hold, the function takes no time.
+        """
+
+    @abc.abstractmethod
     def scan(
         self,
         body: Callable[[Tensor, Nest, list[Tensor]], tuple[Nest, list[Tensor]]],

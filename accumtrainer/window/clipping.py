@@ -17,6 +17,9 @@ FEW = 4_096
 What runs for each alone takes longer to compile and to start than they do.
 """
 
+MOST_TO_SQUARE = 1e18
+"""The square of a norm above is near the end of float32."""
+
 
 def adaptive_clip(
     gradients: list,
@@ -122,6 +125,58 @@ def global_norm(gradients, sum_of_squares=sum_of_squares):
         gradients = [*many, ops.concatenate(few)]
     squares = list(map(sum_of_squares, gradients))
     return ops.sqrt(sum(squares[1:], start=squares[0]))
+
+
+def finite_norm(gradients, backend):
+    """Compute a global norm, and find out whether all gradients are finite.
+
+    The squares of finite gradients may be infinite: from 1.8e19 on. Only where
+    the norm is not finite the gradients are looked at again.
+
+    Args:
+        gradients: list of tensors, float32.
+        backend: the functions a backend must provide.
+
+    Returns:
+        Pair of scalar tensors: the norm, float32, and a bool.
+    """
+    gradients = [g for g in gradients if 0 not in g.shape]
+    norm = global_norm(gradients, backend.sum_of_squares)
+    if not gradients:
+        return norm, ops.isfinite(norm)
+
+    def look_again():
+        finite = [ops.all(ops.isfinite(gradient)) for gradient in gradients]
+        is_finite = ops.all(ops.stack(finite))
+        sizes = [ops.max(ops.abs(gradient)) for gradient in gradients]
+        largest = ops.max(ops.stack(sizes))
+        shares = [ops.divide_no_nan(g, largest) for g in gradients]
+        again = largest * global_norm(shares)
+        return [ops.where(is_finite, again, norm), is_finite]
+
+    is_finite = ops.isfinite(norm)
+    return backend.rarely(
+        ops.logical_not(is_finite), look_again, [norm, is_finite]
+    )
+
+
+def factor_to_clip(norm, optimizer):
+    """Say by what gradients are made small enough to be clipped by Keras.
+
+    Keras squares them to clip them globally, and would make them NaN where that
+    is infinite.
+
+    Args:
+        norm: scalar tensor, float32, their global norm.
+        optimizer: Keras optimizer.
+
+    Returns:
+        Scalar tensor, float32, or `None` where it does not clip globally.
+    """
+    limit = getattr(optimizer, "global_clipnorm", None)
+    if not limit:
+        return None
+    return ops.where(norm > MOST_TO_SQUARE, limit / norm, 1.0)
 
 
 def _has_few(gradient):

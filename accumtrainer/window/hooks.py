@@ -163,7 +163,8 @@ class Hooks:
 
         Args:
             gradients: list of tensors, one per trainable variable, float32,
-                unscaled, zeros where a variable is unused.
+                unscaled, zeros where a variable is unused, or is assigned
+                what its gradient is, as the scales of float8 layers are.
             info: `Info` with `loss` and `weight` of the micro-batch.
 
         Returns:
@@ -177,7 +178,8 @@ class Hooks:
 
         Args:
             gradients: list of tensors, one per trainable variable, float32,
-                zeros where a variable is unused.
+                zeros where a variable is unused, or is assigned what its
+                gradient is.
             info: `Info` with `loss` and `total_weight` of the window.
 
         Returns:

@@ -340,18 +340,18 @@ class Passes:
         if has_weight is not None:
             weight, scale = has_weight, has_weight * scale
         if self._hooks.overrides("on_accumulate"):
-            gradients = self._times(1.0 / scale, gradients)
+            gradients = self.times(1.0 / scale, gradients)
             gradients = self.changed_by(
                 self._hooks.on_accumulate, gradients, info
             )
             scale = 1.0
         norm = None
         if self.measures_gradients:
-            used = self.ordinary(self._times(1.0, gradients))
+            used = self.ordinary(self.times(1.0, gradients))
             norm = global_norm(used) / scale
-        return self._times(weight / scale, gradients), norm
+        return self.times(weight / scale, gradients), norm
 
-    def _times(self, factor, gradients):
+    def times(self, factor, gradients):
         """Multiply gradients in float32, but for those to be assigned."""
         return [
             g

@@ -3,7 +3,12 @@
 from dataclasses import replace
 
 from accumtrainer.keras_api import ops
-from accumtrainer.window.clipping import clipped_norm, clips, global_norm
+from accumtrainer.window.clipping import (
+    clipped_norm,
+    clips,
+    factor_to_clip,
+    finite_norm,
+)
 from accumtrainer.window.hooks import Info
 from accumtrainer.window.loss_scale import next_scale
 from accumtrainer.window.objective import (
@@ -83,20 +88,24 @@ class Update:
         )
         # The norm of what is yet to be divided, since dividing where the
         # optimizer reads it spares memory a pass.
-        norm = global_norm(
-            self._passes.ordinary(sums), self._backend.sum_of_squares
-        )
+        passes = self._passes
+        norm, is_finite = finite_norm(passes.ordinary(sums), self._backend)
         if divisor is not None:
             norm = ops.divide_no_nan(norm, divisor)
-        is_finite = ops.isfinite(norm)
+            is_finite = ops.logical_and(is_finite, ops.isfinite(divisor))
         hooks._log_book.open()
-        gradients = None
+        gradients, norm_to_clip = None, norm
         if self._clips:
             gradients = _divide(sums, divisor)
         if hooks.overrides("on_apply"):
-            gradients = self._passes.changed_by(hooks.on_apply, gradients, info)
-            changed = global_norm(self._passes.ordinary(gradients))
-            is_finite = ops.logical_and(is_finite, ops.isfinite(changed))
+            gradients = passes.changed_by(hooks.on_apply, gradients, info)
+            norm_to_clip, is_changed_finite = finite_norm(
+                passes.ordinary(gradients), self._backend
+            )
+            is_finite = ops.logical_and(is_finite, is_changed_finite)
+        factor = factor_to_clip(norm_to_clip, self._optimizer)
+        if factor is not None:
+            gradients = passes.times(factor, gradients)
         self._window.add_logs(hooks._log_book.take())
         # Copies, because both may be variables that are about to move.
         lr = ops.copy(ops.cast(self._optimizer.learning_rate, "float32"))

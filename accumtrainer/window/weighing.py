@@ -154,7 +154,7 @@ def gradient_weight(losses, weighing):
     return ops.ones((), dtype="float32")
 
 
-def loss_weight(weighing, *, weight, micro_batches, totals):
+def loss_weight(weighing, *, weight, micro_batches, totals=None):
     """Weigh one micro-batch's losses, where not its gradient is weighed.
 
     Args:

@@ -205,3 +205,83 @@ def test_optimizer_that_a_hook_writes_is_put_back():
     fit(trainer, X)
     rate = float(ops.convert_to_numpy(trainer.optimizer.learning_rate))
     assert rate == pytest.approx(0.05)
+
+
+# What is large, and is not skipped.
+
+
+HUGE = np.where(np.arange(8)[:, None] < 4, 1e20, 1e19).astype("float32") * (
+    np.array([1.0, 0.5, 2.0], "float32")
+)
+
+
+class Passing(Trainer):
+    """Has an `on_apply` that leaves gradients as they are."""
+
+    def on_apply(self, gradients, info):
+        return [1.0 * gradient for gradient in gradients]
+
+
+def make_linear():
+    dense = keras.layers.Dense(
+        1, use_bias=False, kernel_initializer="zeros", name="linear"
+    )
+    return keras.Sequential([keras.Input([3]), dense])
+
+
+@pytest.mark.parametrize("plan", ["fused", "streamed"])
+@pytest.mark.parametrize("jit_compile", [False, True], ids=["plain", "xla"])
+@pytest.mark.parametrize("cls", [Trainer, Passing])
+@pytest.mark.parametrize("clip", [{}, {"global_clipnorm": 2.0}], ids=str)
+def test_finite_gradient_of_infinite_square_is_applied(
+    use_plan, plan, jit_compile, cls, clip
+):
+    use_plan(plan, jit_compile=jit_compile)
+    model = make_linear()
+    rate = 1.0 if clip else 1e-20
+    trainer = cls(
+        model,
+        optimizer=keras.optimizers.SGD(rate, **clip),
+        loss="mae",
+        accumulation=K,
+    )
+    fit(trainer, HUGE, Y - 1.0)
+    assert trainer.progress.updates == 1
+    gradient = HUGE.astype("float64").mean(axis=0)
+    norm = np.linalg.norm(gradient)
+    logs = trainer.window_logs
+    assert logs["gradient_norm"] == pytest.approx(norm, rel=1e-5)
+    step = gradient * (2.0 / norm if clip else rate)
+    if clip:
+        assert logs["clipped_gradient_norm"] == pytest.approx(2.0, rel=1e-5)
+    np.testing.assert_allclose(
+        numbers(model.variables)[0][:, 0], -step, rtol=1e-5
+    )
+
+
+def test_finite_gradient_of_infinite_square_is_applied_inside_fit():
+    model = make_linear()
+    model.compile(keras.optimizers.SGD(1e-20), "mae", jit_compile=JIT_COMPILE)
+    callback = GradientAccumulation(K)
+    model.fit(
+        HUGE,
+        Y - 1.0,
+        batch_size=2,
+        shuffle=False,
+        verbose=0,
+        callbacks=[callback],
+    )
+    assert callback.progress.updates == 1
+    gradient = HUGE.astype("float64").mean(axis=0)
+    np.testing.assert_allclose(
+        numbers(model.variables)[0][:, 0], -1e-20 * gradient, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_infinite_gradient_among_large_ones_is_skipped(value):
+    model = make_linear()
+    trainer = make_trainer(model, loss="mae")
+    fit(trainer, np.where(np.isnan(BAD), value, HUGE), Y - 1.0)
+    assert trainer.progress.skipped_updates == 1
+    assert not np.isfinite(trainer.window_logs["gradient_norm"])

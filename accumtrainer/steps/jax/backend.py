@@ -194,6 +194,15 @@ class JaxBackend(Backend):
     def apply(self, optimizer, gradients, variables):
         optimizer.apply(gradients, variables)
 
+    def rarely(self, predicate, function, otherwise):
+        if not isinstance(predicate, jax.core.Tracer):
+            return function() if predicate else otherwise
+        closed = jax.make_jaxpr(function)()
+        closed = closed.replace(consts=[_in_rows(c) for c in closed.consts])
+        return jax.lax.cond(
+            predicate, jaxpr_as_fun(closed), lambda: list(otherwise)
+        )
+
     def cond(self, predicate, true_fn, false_fn):
         if not isinstance(predicate, jax.core.Tracer):
             (true_fn if predicate else false_fn)()

@@ -231,6 +231,17 @@ class TensorFlowBackend(Backend):
         else:
             tf.distribute.get_replica_context().merge_call(merged)
 
+    def rarely(self, predicate, function, otherwise):
+        if not self._is_for_xla:
+            return tf.cond(predicate, function, lambda: list(otherwise))
+        # A loop, for the reason that `cond` gives.
+        _, *tensors = tf.while_loop(
+            lambda pending, *_: pending,
+            lambda *_: [tf.constant(False), *function()],
+            [predicate, *otherwise],
+        )
+        return tensors
+
     def cond(self, predicate, true_fn, false_fn):
 
         def without_result(function):
