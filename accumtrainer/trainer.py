@@ -21,7 +21,7 @@ from accumtrainer.observers.callback import (
 from accumtrainer.observers.progress_bar import make_progress_bar
 from accumtrainer.saving.checkpoint import find_checkpoint, write_checkpoint
 from accumtrainer.saving.resume import check_same, find_saved, take_snapshot
-from accumtrainer.steps import CLOCKS, make_backend
+from accumtrainer.steps import make_backend
 from accumtrainer.training.construction import (
     check_loss,
     check_memory,
@@ -610,7 +610,8 @@ class Trainer(Hooks):
             logs = self._engine.evaluate(
                 source, dispatcher, rest=interruption.check
             )
-        return _as_keras_returns(logs, return_dict)
+        names = self._engine.evaluated_names
+        return _as_keras_returns(logs, names, return_dict)
 
     def predict(
         self, x, batch_size=None, verbose="auto", steps=None, callbacks=None
@@ -675,7 +676,9 @@ class Trainer(Hooks):
                 engine.publish()
             interruption.check()
         engine.check_skips()
-        return _as_keras_returns(report.running_logs(), return_dict)
+        return _as_keras_returns(
+            report.running(), engine.trained_names, return_dict
+        )
 
     def memory_plan(self, batch, sizes=None):
         """Predict how much memory micro-batches of several sizes take.
@@ -788,8 +791,9 @@ class Trainer(Hooks):
             )
         else:
             self.model.optimizer = self.optimizer
-        self._has_compiled_metrics = bool(
-            arguments["metrics"] or arguments["weighted_metrics"]
+        self._has_compiled_metrics = any(
+            arguments[name] is not None
+            for name in ("metrics", "weighted_metrics")
         )
 
 
@@ -802,9 +806,16 @@ def _say_nothing(line):
     del line
 
 
-def _as_keras_returns(logs, return_dict):
-    """Return results as Keras does: a number, a list or a dict."""
+def _as_keras_returns(logs, names, return_dict):
+    """Return results as Keras does: a number, a list or a dict.
+
+    Args:
+        logs: dict from name to number.
+        names: list of str, what `metric_names` returns.
+        return_dict: bool.
+    """
     if return_dict:
         return logs
-    values = [value for name, value in logs.items() if name not in CLOCKS]
+    others = [name for name in sorted(logs) if name not in names]
+    values = [logs[name] for name in [*names, *others] if name in logs]
     return values[0] if len(values) == 1 else values

@@ -5,7 +5,7 @@ from typing import Any
 from accumtrainer import errors
 from accumtrainer.config import Accumulation
 from accumtrainer.data.batches import Batch
-from accumtrainer.keras_api import ops, tree
+from accumtrainer.keras_api import compiled_arguments, keras, ops, tree
 from accumtrainer.trainer import Trainer
 from accumtrainer.window.hooks import Info
 from accumtrainer.window.losses import WeightedLoss, count_samples
@@ -62,7 +62,7 @@ class WindowLossTrainer(Trainer):
         _check_options(type(self), options)
         super().__init__(model, **options)
         embeds = type(self).embed is not WindowLossTrainer.embed
-        if embeds and self.has_metrics:
+        if embeds and _has_metrics(model):
             raise ValueError(
                 "metrics must be left out where embed is overridden. Received: "
                 "a model with metrics. Log what matters in window_loss, with "
@@ -121,6 +121,13 @@ class WindowLossTrainer(Trainer):
     def outputs_of(self, embeddings):
         """Return what compiled metrics are given, `None` for nothing."""
         return embeddings if self._embeds_by_model else None
+
+
+def _has_metrics(model: keras.Model) -> bool:
+    arguments = compiled_arguments(model)
+    is_given = any(arguments[k] for k in ("metrics", "weighted_metrics"))
+    overrides = type(model).compute_metrics is not keras.Model.compute_metrics
+    return is_given or overrides
 
 
 def _check_options(trainer_type, options):

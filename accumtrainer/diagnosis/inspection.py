@@ -239,9 +239,10 @@ class Replay:
                 measured = self._objective.measure(batch, info)
             book.take()
             total = total_loss(
-                measured.means(), measured.weighted, measured.regularization
+                measured.means(), measured.losses, measured.regularization
             )
-            for name, loss in measured.losses.items():
+            for number, loss in enumerate(measured.losses):
+                name = loss.name or ("added_loss" if number else "loss")
                 sketches.append(_sketch(f"loss {name!r}", "loss", loss.mean))
             sketches.append(
                 _sketch("regularization loss", "loss", measured.regularization)

@@ -131,7 +131,9 @@ class FitAccumulator(Hooks):
             keras.Model.compute_metrics
         )
         names = ("metrics", "weighted_metrics")
-        self.has_metrics = has_own or any(arguments[name] for name in names)
+        self.has_metrics = has_own or any(
+            arguments[name] is not None for name in names
+        )
         self._denominator = denominator
         self._guessed_denominator = False
         self._must_weigh = (
@@ -355,7 +357,7 @@ class FitAccumulator(Hooks):
         )
         self._is_fused = plan.name == "fused"
         self._can_stream = program.can_stream
-        self._shown = BatchwiseProgram(program, self.model)
+        self._shown = BatchwiseProgram(program)
         self._step = BatchwiseStep(self._shown, self._backend, plan)
         self._program = program
         self._trains = _identity(self.model)

@@ -8,6 +8,7 @@ each of these statements to the installed Keras Core.
 """
 
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import keras_core as keras
 import optree
@@ -22,11 +23,13 @@ __all__ = [
     "check_replica_support",
     "check_statistics_support",
     "check_support",
-    "compute_compiled_losses",
+    "compile_losses",
     "keras",
     "keras_mask",
     "losses_of_layers",
+    "metric_names",
     "ops",
+    "read_metrics",
     "set_keras_mask",
     "take_initial_epoch",
     "tree",
@@ -142,37 +145,52 @@ def losses_of_layers(model):
     return list(added.values()), penalties
 
 
-def compute_compiled_losses(model, y, y_pred, sample_weight):
-    """Have a compiled model compute its losses, output by output.
+class PairedLoss(NamedTuple):
+    """How a compiled model uses one of its losses; see `on_keras.py`."""
+
+    name: str
+    weight: Any
+    counts: bool
+
+
+def compile_losses(model, loss, loss_weights):
+    """Compile a model, and return what computes its losses one by one.
 
     Keras Core pairs targets with outputs by their place after leaving out
-    what is missing, and so computes some losses of the wrong output.
+    what is missing, and so computes some losses of the wrong output. Of
+    weights it takes fewer kinds than Keras 3, so that they are paired here.
 
     Args:
-        model: compiled `keras_core.Model`.
-        y: nest of tensors, the targets.
-        y_pred: nest of tensors, the predictions.
-        sample_weight: nest of tensors, or `None`.
+        model: `keras_core.Model`.
+        loss: nest of `keras_core.losses.Loss` and `None`.
+        loss_weights: nest of numbers or variables, or `None`.
 
     Returns:
-        The names of the losses in the order they were computed; none where
-        there is one loss for one output.
-
-    Raises:
-        ValueError: losses, targets, weights and outputs would be mispaired.
+        Function of `y`, `y_pred` and `sample_weight` that calls the losses
+        and returns a list of `PairedLoss` in the order of the calls. It
+        raises `ValueError` if losses, targets, weights and outputs would be
+        mispaired.
     """
-    compiled = model._compile_loss
-    outputs = compiled._flatten_y(y_pred)
-    _check_pairing(compiled, outputs, y, sample_weight)
-    model.compute_loss(y=y, y_pred=y_pred, sample_weight=sample_weight)
-    if len(outputs) == 1:
-        return []
-    names = compiled.output_names or _output_names(y_pred)
-    return [
-        f"{name}_loss"
-        for name, loss in zip(names, compiled.flat_losses, strict=True)
-        if loss is not None
-    ]
+    model.compile(optimizer=None, loss=loss, jit_compile=False)
+    leaves = _flatten(loss)
+    weights = [None] * len(leaves)
+    if loss_weights is not None:
+        weights = _flatten(loss_weights)
+    weight_of = dict(zip(map(id, leaves), weights, strict=True))
+
+    def compute(y, y_pred, sample_weight):
+        compiled = model._compile_loss
+        outputs = compiled._flatten_y(y_pred)
+        _check_pairing(compiled, outputs, y, sample_weight)
+        model.compute_loss(y=y, y_pred=y_pred, sample_weight=sample_weight)
+        names = compiled.output_names or _output_names(y_pred)
+        return [
+            PairedLoss(f"{name}_loss", weight_of[id(loss)], True)
+            for name, loss in zip(names, compiled.flat_losses, strict=False)
+            if loss is not None
+        ]
+
+    return compute
 
 
 def _check_pairing(compiled, outputs, y, sample_weight):
@@ -191,6 +209,28 @@ def _output_names(y_pred):
     if isinstance(y_pred, dict):
         return sorted(y_pred)
     return [f"output_{position}" for position in range(len(_flatten(y_pred)))]
+
+
+# Metrics.
+
+
+def read_metrics(model, leaving_out):
+    """Read the metrics of a model; see `on_keras.py`."""
+    results = {}
+    for metric in model.metrics:
+        is_empty = metric is model._compile_metrics and not metric.built
+        if is_empty or any(metric is other for other in leaving_out):
+            continue
+        result = metric.result()
+        is_dict = isinstance(result, dict)
+        results |= result if is_dict else {metric.name: result}
+    return results
+
+
+def metric_names(model, of_losses):
+    """Name what `evaluate` returns: in the order of the logs, but the loss."""
+    del model, of_losses
+    return ["loss"]
 
 
 # What cannot be made right is refused.

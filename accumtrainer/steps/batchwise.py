@@ -4,6 +4,7 @@ import numpy as np
 
 from accumtrainer.keras_api import keras, ops
 from accumtrainer.steps.step import Report, Step, _Layout
+from accumtrainer.window.objective import names_of
 
 
 class BatchwiseProgram:
@@ -14,17 +15,18 @@ class BatchwiseProgram:
 
     Args:
         program: `WindowProgram`, built.
-        model: compiled `keras.Model`.
     """
 
     measures_gradients = False
 
-    def __init__(self, program, model):
+    def __init__(self, program):
         self._program = program
-        names = ["loss", *program.loss_names]
-        self._trackers = {
-            name: _find_mean(model.metrics, name) for name in names
-        }
+        names = ["loss", *names_of(program.losses)]
+        self._trackers = [
+            metric
+            for metric in program.idle_metrics
+            if metric.name in names and isinstance(metric, keras.metrics.Mean)
+        ]
 
     @property
     def variables(self):
@@ -86,23 +88,11 @@ class BatchwiseProgram:
         return self._show(self._program.run_window(stacked))
 
     def _show(self, report):
-        for name, tracker in self._trackers.items():
-            if tracker is not None:
-                value = report["running"][name]
-                tracker.total.assign(ops.cast(value, tracker.total.dtype))
-                tracker.count.assign(ops.ones_like(tracker.count.value))
+        for tracker in self._trackers:
+            value = report["running"][tracker.name]
+            tracker.total.assign(ops.cast(value, tracker.total.dtype))
+            tracker.count.assign(ops.ones_like(tracker.count.value))
         return report
-
-
-def _find_mean(metrics, name):
-    return next(
-        (
-            metric
-            for metric in metrics
-            if metric.name == name and isinstance(metric, keras.metrics.Mean)
-        ),
-        None,
-    )
 
 
 class BatchwiseStep:

@@ -7,7 +7,7 @@ from accumtrainer import errors
 from accumtrainer.data.batches import Batch, map_leaves
 from accumtrainer.diagnosis.equivalence import EquivalenceCheck
 from accumtrainer.diagnosis.inspection import Replay
-from accumtrainer.keras_api import BACKEND, keras
+from accumtrainer.keras_api import BACKEND, keras, metric_names
 from accumtrainer.observers.logs import Logs
 from accumtrainer.progress import Progress
 from accumtrainer.saving.snapshot import (
@@ -21,7 +21,7 @@ from accumtrainer.steps.memory import make_memory_plan
 from accumtrainer.training.evaluator import Evaluator
 from accumtrainer.training.in_flight import InFlight
 from accumtrainer.training.sizing import make_sizing
-from accumtrainer.window.objective import metric_variables
+from accumtrainer.window.objective import metric_variables, names_of
 from accumtrainer.window.program import WindowProgram
 
 PARTS_OF_EPOCH = ("metrics", "means")
@@ -130,6 +130,16 @@ class Engine:
     def compiled_shapes(self):
         """For which shapes there are programs, a nest of str."""
         return self._backend.compiled_shapes()
+
+    @property
+    def trained_names(self):
+        """Names of losses and metrics of windows, as Keras orders them."""
+        return metric_names(self._model, names_of(self._program.losses))
+
+    @property
+    def evaluated_names(self):
+        """Names of losses and metrics evaluated, as Keras orders them."""
+        return metric_names(self._model, names_of(self._evaluator.losses))
 
     @property
     def has_begun(self):

@@ -40,6 +40,11 @@ class Evaluator:
         """Create the variables of a model that has none yet."""
         self._program.build_model(batch)
 
+    @property
+    def losses(self):
+        """What was evaluated last; see `EvaluationProgram.losses`."""
+        return self._program.losses
+
     def evaluate(self, source, dispatcher, *, rows_per_pass, rest=None):
         """Evaluate one source.
 

@@ -6,9 +6,9 @@ from accumtrainer.keras_api import ops
 from accumtrainer.window.hooks import Info
 from accumtrainer.window.objective import (
     Objective,
-    metric_results,
+    idle_metrics,
     metric_variables,
-    named_losses,
+    results,
     total_loss,
 )
 from accumtrainer.window.state import Scratch, Tally
@@ -23,6 +23,10 @@ class EvaluationProgram:
         state: `TrainingState`.
         backend: the functions a backend must provide.
         tracked: list of variables that hooks may read.
+
+    Attributes:
+        losses: list of `WeightedLoss`, of which only kind, coefficient and
+            name count; known once it is built.
     """
 
     def __init__(self, hooks, state, backend, *, tracked):
@@ -33,6 +37,7 @@ class EvaluationProgram:
         self._tracked = list(tracked)
         self._objective = Objective(hooks)
         self._tally = None
+        self.losses = []
         self._borrowed = []
 
     def build(self, batch):
@@ -44,9 +49,10 @@ class EvaluationProgram:
         training_reductions, book.reductions = book.reductions, {}
         with Scratch(self._known_variables()) as scope:
             self._backend.trace(self._survey, batch)
+            self._idle_metrics = idle_metrics(self._model, scope)
         self._borrowed = list(scope.strangers_read.values())
         self._tally = Tally(
-            losses=len(self._losses),
+            losses=len(self.losses),
             reductions=book.reductions,
             name="evaluation",
         )
@@ -63,9 +69,10 @@ class EvaluationProgram:
         self._hooks._log_book.open()
         measured = self._objective.measure(batch, self._info())
         self._hooks._log_book.take()
-        self._losses = measured.weighted
-        self._names = list(measured.losses)
-        return measured.means()
+        self.losses = measured.losses
+        return total_loss(
+            measured.means(), measured.losses, measured.regularization
+        )
 
     def _known_variables(self):
         return [
@@ -105,7 +112,7 @@ class EvaluationProgram:
         measured = self._objective.measure(batch, self._info())
         logs = self._hooks._log_book.take()
         means = measured.means()
-        is_sum = np.array([loss.is_sum for loss in measured.weighted])
+        is_sum = np.array([loss.is_sum for loss in measured.losses])
         samples = measured.samples
         weights = measured.denominators()
         self._tally.add(
@@ -114,7 +121,7 @@ class EvaluationProgram:
             [samples * measured.regularization, samples, samples],
         )
         self._tally.add_logs(logs)
-        return total_loss(means, measured.weighted, measured.regularization)
+        return total_loss(means, measured.losses, measured.regularization)
 
     def predict_batch(self, batch):
         """Compute the predictions of a batch."""
@@ -124,14 +131,12 @@ class EvaluationProgram:
         """Read the evaluation so far, `{name: tensor}`."""
         numerators, denominators, extras = self._tally.read()
         means = window_means(numerators, denominators)
-        named = named_losses(self._names, means)
         regularization = ops.divide_no_nan(*extras[:2])
-        return {
-            "loss": total_loss(means, self._losses, regularization),
-            **named,
-            **metric_results(self._model, named),
-            **self._tally.values(),
-        }
+        total = total_loss(means, self.losses, regularization)
+        found = results(
+            self._model, self.losses, total, means, self._idle_metrics
+        )
+        return found | self._tally.values()
 
     def _info(self):
         return Info(

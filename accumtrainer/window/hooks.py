@@ -5,6 +5,7 @@ what they do on the host happens once, while the step is traced.
 """
 
 import inspect
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -140,20 +141,27 @@ class Hooks:
 
         Returns:
             `WeightedLoss`, or a dict of them by name, which are added up.
+            Losses of several outputs that share a name are numbered in it.
         """
         outputs = self._call_model(batch.x, training=info.training)
         if self._model_computes_loss:
             return self._model_loss(batch, outputs, info)
-        if self._compiled_loss is None:
+        parts = []
+        if self._compiled_loss is not None:
+            parts = self._compiled_loss(batch.y, outputs, batch.sample_weight)
+        if not parts:
             samples = count_samples(batch.x)
             return WeightedLoss(
                 ops.zeros(()), samples, outputs, is_uniform=True
             )
-        losses = self._compiled_loss(batch.y, outputs, batch.sample_weight)
-        losses = {
-            name: self._known_weight(loss, batch, info)
-            for name, loss in losses.items()
-        }
+        losses = {}
+        for part in parts:
+            key = _unused(part.name, losses)
+            losses[key] = replace(
+                self._known_weight(part.loss, batch, info),
+                coefficient=part.coefficient,
+                name=None if key == part.name else part.name,
+            )
         first = next(iter(losses))
         losses[first] = replace(losses[first], outputs=outputs)
         return losses if len(losses) > 1 else losses[first]
@@ -258,6 +266,13 @@ class Hooks:
             weight = ops.cast(self._denominator(batch), "float32")
             return WeightedLoss(loss, weight)
         return WeightedLoss(loss, count_samples(batch.x), is_uniform=True)
+
+
+def _unused(name, names):
+    """Append a number to a name that is among others already."""
+    numbered = (f"{name}_{number}" for number in itertools.count(1))
+    free = (key for key in itertools.chain([name], numbered))
+    return next(key for key in free if key not in names)
 
 
 def takes_argument(function, name):

@@ -6,13 +6,16 @@ the sum of sample weights. The classes here let Keras do the whole computation
 (structure of the outputs, masks, weights, reduction) and only measure it.
 """
 
+import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from accumtrainer import errors
 from accumtrainer.keras_api import (
     ACTIVITY_LOSSES_ARE_MEANS,
-    compute_compiled_losses,
+    compile_losses,
     copy_mask,
     keras,
     keras_mask,
@@ -35,9 +38,13 @@ class WeightedLoss:
             not a mean but a sum, which adds up over a window undivided.
         outputs: what the compiled metrics are given as predictions, or
             `None` to leave them alone.
-        coefficient: Python float by which this loss counts in the total.
+        coefficient: number by which this loss counts in the total, or a
+            variable, which is read whenever it does.
         is_uniform: whether the denominator depends on shapes alone, so that
             equally shaped micro-batches count alike. Never wrong as `False`.
+        name: under which name this loss is logged, where that is not its key
+            in a dict of losses. Several may have one name; as in Keras, the
+            last of them is then seen.
 
     Example:
         >>> loss = WeightedLoss(0.5, denominator=12.0)
@@ -48,8 +55,9 @@ class WeightedLoss:
     mean: Any
     denominator: Any
     outputs: Any = None
-    coefficient: float = 1.0
+    coefficient: Any = 1.0
     is_uniform: bool = False
+    name: str | None = None
 
     @property
     def is_sum(self):
@@ -57,8 +65,25 @@ class WeightedLoss:
         return self.denominator is None
 
 
+class CompiledPart(NamedTuple):
+    """One of the losses of `Model.compile`, of one micro-batch.
+
+    Attributes:
+        name: str, under which Keras logs it where there are several.
+        loss: `WeightedLoss`, or a bare scalar where it reduced by itself.
+        coefficient: its `loss_weights`, a number or a variable.
+    """
+
+    name: str
+    loss: Any
+    coefficient: Any
+
+
 class CompiledLoss:
     """The `loss` and `loss_weights` of a model, measured output by output.
+
+    Keras pairs losses, weights, targets and outputs; here is only measured
+    what each loss is worth.
 
     Args:
         loss: what `Model.compile` takes as `loss`.
@@ -68,13 +93,15 @@ class CompiledLoss:
 
     def __init__(self, loss, loss_weights=None, output_names=None):
         self._measured = []
-        self._names = None
         self._board = _LossBoard(output_names)
-        self._board.compile(
-            optimizer=None,
-            loss=_pair_losses(loss, loss_weights, self._measured),
-            jit_compile=False,
+        self._compute = compile_losses(
+            self._board,
+            tree.map_structure(self._wrap, loss),
+            _complete_weights(loss, loss_weights),
         )
+
+    def _wrap(self, leaf):
+        return None if leaf is None else _Measuring(leaf, self._measured)
 
     @property
     def variables(self):
@@ -90,15 +117,20 @@ class CompiledLoss:
             sample_weight: nest of tensors, or `None`.
 
         Returns:
-            Dict from output name to `WeightedLoss`, or to a bare scalar where
-            a loss reduced by itself. A single loss is named `"loss"`.
+            List of `CompiledPart`.
         """
         self._measured.clear()
-        names = compute_compiled_losses(self._board, y, y_pred, sample_weight)
+        paired = self._compute(y, y_pred, sample_weight)
         measured = list(self._measured)
         self._measured.clear()
-        names = names if len(measured) > 1 else ["loss"]
-        return dict(zip(names, measured, strict=True))
+        return [
+            CompiledPart(
+                pair.name,
+                loss if pair.counts else WeightedLoss(ops.zeros(()), None),
+                _as_coefficient(pair.weight),
+            )
+            for pair, loss in zip(paired, measured, strict=True)
+        ]
 
 
 class _LossBoard(keras.Model):
@@ -113,20 +145,14 @@ class _LossBoard(keras.Model):
 class _Measuring(keras.losses.Loss):
     """A loss that reduces as Keras does and keeps what it has seen."""
 
-    def __init__(self, identifier, coefficient, measured):
+    def __init__(self, identifier, measured):
         super().__init__(name=_loss_name(identifier))
         self._identifier = identifier
-        self._coefficient = 1.0 if coefficient is None else float(coefficient)
         self._measured = measured
 
     def __call__(self, y_true, y_pred, sample_weight=None):
         loss = _resolve_loss(self._identifier, y_true, y_pred)
-        result = measure(loss, y_true, y_pred, sample_weight)
-        if isinstance(result, WeightedLoss):
-            result = _with_coefficient(result, self._coefficient)
-        else:
-            result = result * self._coefficient
-        self._measured.append(result)
+        self._measured.append(measure(loss, y_true, y_pred, sample_weight))
         return ops.zeros(())  # the sum is not Keras's to make
 
 
@@ -248,24 +274,18 @@ def _sum_scalars(scalars):
     return sum(scalars[1:], start=scalars[0]) if scalars else None
 
 
-def _with_coefficient(loss, coefficient):
-    return WeightedLoss(
-        loss.mean,
-        loss.denominator,
-        loss.outputs,
-        loss.coefficient * coefficient,
-        loss.is_uniform,
-    )
+def _as_coefficient(weight):
+    """Turn a loss weight into a float, unless it is one that may change."""
+    if weight is None:
+        return 1.0
+    is_constant = isinstance(weight, (int, float, np.ndarray, np.generic))
+    return float(weight) if is_constant else weight
 
 
-def _pair_losses(loss, loss_weights, measured):
-    """Wrap every leaf of `loss`, each with its own `loss_weights` entry."""
-
-    def wrap(leaf, coefficient=None):
-        return None if leaf is None else _Measuring(leaf, coefficient, measured)
-
+def _complete_weights(loss, loss_weights):
+    """Give every loss of a dict a weight, and refuse weights of no loss."""
     if loss_weights is None:
-        return tree.map_structure(wrap, loss)
+        return None
     if isinstance(loss, dict) and isinstance(loss_weights, dict):
         unknown = sorted(set(loss_weights) - set(loss))
         if unknown:
@@ -274,7 +294,8 @@ def _pair_losses(loss, loss_weights, measured):
                 f"loss_weights for {unknown}, losses for {sorted(loss)}. "
                 "Remove the extra names or give them a loss."
             )
-        return {k: wrap(v, loss_weights.get(k)) for k, v in loss.items()}
+        ones = tree.map_structure(lambda leaf: 1.0, loss)
+        loss_weights = {key: loss_weights.get(key, ones[key]) for key in loss}
     leaves, weights = tree.flatten(loss), tree.flatten(loss_weights)
     if len(leaves) != len(weights):
         raise ValueError(
@@ -282,15 +303,23 @@ def _pair_losses(loss, loss_weights, measured):
             f"{len(weights)} weights for {len(leaves)} losses. Give one "
             "weight per loss, in the same order."
         )
-    return tree.pack_sequence_as(loss, [*map(wrap, leaves, weights)])
+    return loss_weights
 
 
 def _loss_name(identifier):
+    """Name a loss as Keras does where its output has no name."""
     if isinstance(identifier, str):
-        return identifier
+        if identifier.lower() in ("crossentropy", "ce"):
+            return identifier
+        loss = keras.losses.get(identifier)
+        return loss.name if isinstance(loss, keras.losses.Loss) else identifier
     name = getattr(identifier, "name", None)
-    name = name or getattr(identifier, "__name__", type(identifier).__name__)
-    return name.strip("<>")  # a scope name, which "<lambda>" is not
+    if name:
+        return name
+    name = getattr(identifier, "__name__", type(identifier).__name__)
+    name = re.sub(r"\W+", "", name)
+    name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
+    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
 
 
 def find_loss(identifier, y_true, y_pred):

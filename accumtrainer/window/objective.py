@@ -1,11 +1,11 @@
 """What a micro-batch is trained or judged on: its losses and its metrics."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from accumtrainer import errors
-from accumtrainer.keras_api import keras, ops
+from accumtrainer.keras_api import keras, ops, read_metrics
 from accumtrainer.window.losses import WeightedLoss, added_losses, count_samples
 
 
@@ -14,37 +14,30 @@ class Measured:
     """The losses of one micro-batch.
 
     Args:
-        losses: dict from name to `WeightedLoss`, those users see first.
+        losses: list of `WeightedLoss`; those that are logged have a name.
         regularization: scalar tensor, float32, counted once per window.
         samples: scalar tensor, float32.
     """
 
-    losses: dict[str, WeightedLoss]
+    losses: list[WeightedLoss]
     regularization: Any
     samples: Any
 
     @property
-    def weighted(self):
-        """The losses without their names, in order."""
-        return list(self.losses.values())
-
-    @property
     def weight(self):
         """How much the micro-batch counts, a scalar tensor, float32."""
-        weighted = self.weighted
-        if len(weighted) == 1 and not weighted[0].is_sum:
-            return ops.cast(weighted[0].denominator, "float32")
+        losses = self.losses
+        if len(losses) == 1 and not losses[0].is_sum:
+            return ops.cast(losses[0].denominator, "float32")
         return self.samples
 
     def means(self):
         """Stack the losses' values, tensor `(n,)`, float32."""
-        return _stack([loss.mean for loss in self.weighted])
+        return _stack([loss.mean for loss in self.losses])
 
     def denominators(self):
         """Stack the denominators, tensor `(n,)`, float32, 1 for sums."""
-        return _stack(
-            [1.0 if v.is_sum else v.denominator for v in self.weighted]
-        )
+        return _stack([1.0 if v.is_sum else v.denominator for v in self.losses])
 
 
 class Objective:
@@ -81,7 +74,7 @@ class Objective:
         regularization = None
         if self._adds_losses:
             added, regularization = added_losses(self._model)
-            losses |= self._name_added(added, batch, info, samples)
+            losses += self._weigh_added(added, batch, info, samples)
         if self._has_metrics and outputs is not None:
             self._model.compute_metrics(
                 batch.x, batch.y, outputs, sample_weight=batch.sample_weight
@@ -92,16 +85,16 @@ class Objective:
             losses=losses, regularization=regularization, samples=samples
         )
 
-    def _name_added(self, added, batch, info, samples):
-        losses = {}
-        for position, (kind, value) in enumerate(added):
+    def _weigh_added(self, added, batch, info, samples):
+        losses = []
+        for kind, value in added:
             if kind == "sum":
                 loss = WeightedLoss(value, None, is_uniform=True)
             elif kind == "activity":
                 loss = WeightedLoss(value, samples, is_uniform=True)
             else:
                 loss = self._hooks._known_weight(value, batch, info)
-            losses[f"added_{position}"] = loss
+            losses.append(loss)
         return losses
 
 
@@ -120,34 +113,45 @@ def total_loss(means, losses, regularization):
         means = ops.unstack(means, len(losses))
     total = regularization
     for mean, loss in zip(means, losses, strict=True):
-        total = total + loss.coefficient * mean
+        total = total + coefficient_of(loss) * mean
     return total
 
 
-def visible_names(names):
-    """Pick the losses that are logged by name: several outputs, as in Keras.
+def coefficient_of(loss):
+    """Read by how much a loss counts in the total.
 
-    Example:
-        >>> visible_names(["a_loss", "b_loss", "added_0"])
-        ['a_loss', 'b_loss']
-        >>> visible_names(["loss", "added_0"])
-        []
+    Args:
+        loss: `WeightedLoss`.
+
+    Returns:
+        Number, or a scalar tensor, float32, where a variable says it.
     """
-    visible = [name for name in names if not name.startswith("added_")]
-    return visible if len(visible) > 1 else []
+    coefficient = loss.coefficient
+    if isinstance(coefficient, (int, float)):
+        return coefficient
+    return ops.cast(ops.convert_to_tensor(coefficient), "float32")
 
 
-def named_losses(names, means):
+def named_losses(losses, means):
     """Pick the losses that are logged by name out of all of them.
 
     Args:
-        names: list of n str.
+        losses: list of n `WeightedLoss`.
         means: tensor `(n,)`, float32.
 
     Returns:
         Dict from name to scalar tensor.
+
+    Example:
+        >>> losses = [WeightedLoss(0.5, 2.0, name="a"), WeightedLoss(1.0, 2.0)]
+        >>> named_losses(losses, [0.5, 1.0])
+        {'a': 0.5}
     """
-    return {name: means[names.index(name)] for name in visible_names(names)}
+    return {
+        loss.name: means[i]
+        for i, loss in enumerate(losses)
+        if loss.name is not None
+    }
 
 
 def _as_losses(result):
@@ -165,11 +169,21 @@ def _as_losses(result):
                 f"{tuple(loss.mean.shape)} for {name!r}. Average it, and "
                 "give what you divided by as the denominator."
             )
-    return dict(result)
+    if len(result) == 1:  # the total says it all
+        return [replace(loss, name=None) for loss in result.values()]
+    return [
+        replace(loss, name=name if loss.name is None else loss.name)
+        for name, loss in result.items()
+    ]
+
+
+def names_of(losses):
+    """Name the losses that are logged by name, list of str."""
+    return [loss.name for loss in losses if loss.name is not None]
 
 
 def _outputs(losses):
-    found = (loss.outputs for loss in losses.values())
+    found = (loss.outputs for loss in losses)
     return next((v for v in found if v is not None), None)
 
 
@@ -177,21 +191,67 @@ def _stack(scalars):
     return ops.stack([ops.cast(value, "float32") for value in scalars])
 
 
-def metric_results(model, named):
-    """Read the model's metrics, but for its losses.
+def idle_metrics(model, scope):
+    """List the metrics of a model that nobody has updated in a scope.
 
-    Keras gives a model that it has trained metrics of its losses, which
-    nobody here updates.
+    Keras's own of losses are among them: here, losses are added up exactly.
 
     Args:
         model: `keras.Model`.
-        named: names of the losses of several outputs.
+        scope: `Scratch`, in which its metrics would have been updated.
 
     Returns:
-        Dict from name to tensor.
+        List of metrics.
     """
-    results = model.get_metrics_result()
-    return {k: v for k, v in results.items() if k not in ("loss", *named)}
+    return [
+        metric
+        for metric in model.metrics
+        if not any(map(scope.has_written, metric.variables))
+    ]
+
+
+def results(model, losses, total, means, idle):
+    """Read losses and metrics as they are logged: by name, as in Keras.
+
+    A metric that nobody updates stands back where a loss has its name, as
+    Keras's own of losses do. A loss stands back where another metric has its
+    name: it then has `_loss` after it.
+
+    Args:
+        model: `keras.Model`.
+        losses: list of n `WeightedLoss`.
+        total: scalar tensor, float32, the loss.
+        means: tensor `(n,)`, float32, the values of the losses.
+        idle: list of metrics, see `idle_metrics`.
+
+    Returns:
+        Dict from name to tensor, those of a nested one beside the others.
+    """
+    named = named_losses(losses, means)
+    of_losses = [metric for metric in idle if metric.name in ("loss", *named)]
+    found = read_metrics(model, leaving_out=of_losses)
+    found.setdefault("loss", total)
+    for name, value in named.items():
+        while name in found:
+            name += "_loss"
+        found[name] = value
+    return _in_order(found)
+
+
+def _in_order(found):
+    """Put dicts of results in the order and shape in which Keras logs them."""
+    ordered = {}
+    for name, value in sorted(found.items()):
+        is_nested = isinstance(value, dict)
+        ordered |= _in_order(value) if is_nested else {name: _as_logged(value)}
+    return ordered
+
+
+def _as_logged(value):
+    """Make a scalar of what has a single element, as `float` does."""
+    value = ops.convert_to_tensor(value)
+    has_one = len(value.shape) and all(size == 1 for size in value.shape)
+    return ops.reshape(value, ()) if has_one else value
 
 
 def metric_variables(model):

@@ -245,18 +245,16 @@ class Passes:
             book.open()
             measured = self.objective.measure(batch, info, compute_loss)
             factors = loss_factors(
-                measured.weighted,
+                measured.losses,
                 share.weighing,
                 micro_batches=ops.cast(share.total, "float32"),
                 totals=share.totals,
             )
             scaled = [
                 factor * ops.cast(loss.mean, "float32")
-                for factor, loss in zip(factors, measured.weighted, strict=True)
+                for factor, loss in zip(factors, measured.losses, strict=True)
             ]
-            total = total_loss(
-                scaled, measured.weighted, measured.regularization
-            )
+            total = total_loss(scaled, measured.losses, measured.regularization)
             if self._loss_scale is not None:
                 total = total * self._state.loss_scale.value
             summary = _summary(measured, share.weighing, book.take())
@@ -503,14 +501,14 @@ def length(stacked):
 def _summary(measured, weighing, logs):
     """Gather what must leave the differentiated function, as tensors."""
     means, weights = measured.means(), measured.denominators()
-    is_sum = np.array([loss.is_sum for loss in measured.weighted])
+    is_sum = np.array([loss.is_sum for loss in measured.losses])
     return {
-        "loss": total_loss(means, measured.weighted, measured.regularization),
+        "loss": total_loss(means, measured.losses, measured.regularization),
         "numerators": means * where_sum(is_sum, 1.0, weights),
         "denominators": where_sum(is_sum, 0.0, weights),
         "regularization": measured.regularization,
         "weight": measured.weight,
-        "gradient_weight": gradient_weight(measured.weighted, weighing),
+        "gradient_weight": gradient_weight(measured.losses, weighing),
         "samples": measured.samples,
         "logs": logs,
     }

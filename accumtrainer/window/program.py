@@ -94,8 +94,8 @@ class WindowProgram:
         hooks._log_book.reductions.clear()
         survey = Survey(hooks, passes, backend, batch)
         self.operations = survey.operations
-        self.loss_names = survey.loss_names
         self.losses = survey.losses
+        self.idle_metrics = survey.idle_metrics
         self._surveys = {kind_of(batch): survey}
         if not hooks.optimizer.built:
             hooks.optimizer.build(hooks.model.trainable_variables)

@@ -21,7 +21,7 @@ import numpy as np
 
 from accumtrainer.data.batches import Batch, count_samples, leaves, map_leaves
 from accumtrainer.keras_api import ops
-from accumtrainer.window.objective import is_random_state
+from accumtrainer.window.objective import coefficient_of, is_random_state
 from accumtrainer.window.state import EXTREMES
 
 STREAM_DISTANCE = 0x3C6EF35F
@@ -120,7 +120,8 @@ def join_parts(rows, indices, losses):
         losses, numerators.T, denominators.T, strict=True
     ):
         mean = np.divide(over, by, out=np.zeros_like(over), where=by != 0)
-        loss += known.coefficient * (over if known.is_sum else mean)
+        coefficient = float(ops.convert_to_numpy(coefficient_of(known)))
+        loss += coefficient * (over if known.is_sum else mean)
     columns = [loss, weight]
     if rest:
         squared_norm, factor = rest

@@ -8,7 +8,11 @@ import optree
 from accumtrainer import errors
 from accumtrainer.keras_api import ops
 from accumtrainer.window.hooks import check_batch, check_gradients
-from accumtrainer.window.objective import metric_variables, total_loss
+from accumtrainer.window.objective import (
+    idle_metrics,
+    metric_variables,
+    total_loss,
+)
 from accumtrainer.window.replicas import Share
 from accumtrainer.window.state import Scratch
 
@@ -27,8 +31,9 @@ class Survey:
 
     Attributes:
         operations: the names of the operations in the model's computation.
-        losses: list of `WeightedLoss`, of which only the kind counts.
-        loss_names: list of str, their names.
+        losses: list of `WeightedLoss`, of which only kind, coefficient and
+            name count.
+        idle_metrics: list of the model's metrics that a pass leaves alone.
         is_sum: array `(losses,)`, bool, which of them are no means.
         reductions: dict from what hooks log to how it is reduced.
         written: list of the variables that a window may write before it is
@@ -46,10 +51,12 @@ class Survey:
         book = hooks._log_book
         with Scratch(passes.variables) as scope:
             self.operations = backend.trace(self._run, batch)
+            self.idle_metrics = idle_metrics(model, scope)
+            names = ["loss", *(loss.name for loss in self.losses)]
             of_losses = {
                 id(variable)
-                for metric in model.metrics
-                if metric.name in ("loss", *self.loss_names)
+                for metric in self.idle_metrics
+                if metric.name in names
                 for variable in metric.variables
             }
             others = [
@@ -61,11 +68,7 @@ class Survey:
             ]
             self.written = [
                 *filter(scope.has_written, others),
-                *(
-                    v
-                    for v in metric_variables(model)
-                    if id(v) not in of_losses or scope.has_written(v)
-                ),
+                *(v for v in metric_variables(model) if id(v) not in of_losses),
             ]
         self.reductions = book.reductions
         self._scope = scope
@@ -77,9 +80,8 @@ class Survey:
         movable = [*model.non_trainable_variables, *passes.tracked]
         before = [variable.value for variable in movable]
         info, changed, measured = _measure(hooks, passes, batch)
-        self.losses = measured.weighted
+        self.losses = measured.losses
         self.is_sum = np.array([loss.is_sum for loss in self.losses])
-        self.loss_names = list(measured.losses)
         zeros = passes.zeros()
         loss = ops.zeros((), "float32")
         info = replace(info, loss=loss, weight=measured.weight)

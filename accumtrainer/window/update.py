@@ -12,9 +12,9 @@ from accumtrainer.window.clipping import (
 from accumtrainer.window.hooks import Info
 from accumtrainer.window.loss_scale import next_scale
 from accumtrainer.window.objective import (
-    metric_results,
     metric_variables,
     named_losses,
+    results,
     total_loss,
 )
 from accumtrainer.window.state import Scratch
@@ -49,7 +49,7 @@ class Update:
         self._state = state
         self._backend = backend
         self._losses = survey.losses
-        self._loss_names = survey.loss_names
+        self._idle_metrics = survey.idle_metrics
         self._is_sum = survey.is_sum
         self._passes = passes
         self._variables = variables
@@ -227,7 +227,7 @@ class Update:
         self._epoch.add_logs(self._window.logs())
 
     def _window_logs(self, loss, means):
-        losses = {"loss": loss} | named_losses(self._loss_names, means)
+        losses = {"loss": loss} | named_losses(self._losses, means)
         return losses | self._window.values()
 
     def running_logs(self):
@@ -240,15 +240,11 @@ class Update:
         means = ops.where(ops.equal(extras[2], 0), float("nan"), means)
         regularization = ops.divide_no_nan(*extras[:2])
         loss = total_loss(means, self._losses, regularization)
-        named = named_losses(self._loss_names, means)
         with self._backend.holding(metric_variables(self._model)):
-            metrics = metric_results(self._model, named)
-        return {
-            "loss": loss,
-            **named,
-            **metrics,
-            **self._epoch.values(),
-        }
+            found = results(
+                self._model, self._losses, loss, means, self._idle_metrics
+            )
+        return found | self._epoch.values()
 
     def running_logs_with(self, micro_batches):
         """Read the epoch so far, as if the open window had been applied.
