@@ -328,8 +328,9 @@ NO_TARGETS = (
 )
 
 NOTHING_TO_TRAIN = (
-    "model must have trainable weights. Received: model {model!r} with none. "
-    "Set layer.trainable = True before making the Trainer."
+    "model must have trainable weights where it is trained. Received: model "
+    "{model!r} with none. Set layer.trainable = True before making the "
+    "Trainer, or leave training out: evaluate and predict need none."
 )
 
 HAND_MADE_LOSS_SCALE_OPTIMIZER = (
@@ -359,9 +360,8 @@ OPTIMIZER_OF_OTHERS = (
 )
 
 TRAINABLE_CHANGED = (
-    "model must keep the trainable variables it had when the Trainer was "
-    "made. Received: {now} trainable variables where there were {before}, or "
-    "other ones. Make a new Trainer after changing layer.trainable."
+    "model must be as trainable as it was when the Trainer was made. Received: "
+    "{received}. Make a new Trainer after changing layer.trainable."
 )
 
 COMPILED_ANEW = (

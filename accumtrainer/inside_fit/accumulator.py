@@ -52,6 +52,7 @@ from accumtrainer.window.hooks import (
 from accumtrainer.window.losses import CompiledLoss
 from accumtrainer.window.program import WindowProgram
 from accumtrainer.window.state import Scratch, TrainingState
+from accumtrainer.window.trainable import Trainable
 
 
 class FitAccumulator(Hooks):
@@ -108,7 +109,7 @@ class FitAccumulator(Hooks):
         self._fit_state = make_fit_state(self._backend, model)
         self._train_function = self._fit_state.make_train_function(self._run)
         self._train_function_before = None
-        self._trains = None
+        self._trains = self._trainable = None
         self._program = self._step = None
         self._is_first_group = True
         self._progress = Progress()
@@ -171,6 +172,7 @@ class FitAccumulator(Hooks):
             and not self._is_running
             and model.train_function is self._train_function_before
             and self._trains == _identity(model)
+            and self._trainable.difference(model) is None
         )
 
     def install(self, batches_per_epoch):
@@ -361,6 +363,7 @@ class FitAccumulator(Hooks):
         self._step = BatchwiseStep(self._shown, self._backend, plan)
         self._program = program
         self._trains = _identity(self.model)
+        self._trainable = Trainable(self.model)
 
     def _build_model(self, batch):
         """Create what Keras creates when it first trains on a batch."""
@@ -460,7 +463,6 @@ def _identity(model):
     """Return what stays as long as compiled functions can be used again."""
     return (
         id(model.optimizer),
-        tuple(map(id, model.trainable_variables)),
         model.run_eagerly,
         model.jit_compile,
     )

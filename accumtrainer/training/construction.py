@@ -32,7 +32,7 @@ def check_model(model):
 
     Raises:
         TypeError: not a Keras model.
-        ValueError: it steps by itself, or has nothing to train.
+        ValueError: it steps by itself.
     """
     refuse_other_keras("model", model)
     if not isinstance(model, keras.Model):
@@ -52,8 +52,6 @@ def check_model(model):
                     model=type(model).__name__, step=step, remedy=remedy
                 )
             )
-    if model.built and not model.trainable_variables:
-        raise ValueError(errors.NOTHING_TO_TRAIN.format(model=model.name))
 
 
 def resolve_optimizer(model, optimizer):

@@ -23,6 +23,7 @@ from accumtrainer.training.in_flight import InFlight
 from accumtrainer.training.sizing import make_sizing
 from accumtrainer.window.objective import metric_variables, names_of
 from accumtrainer.window.program import WindowProgram
+from accumtrainer.window.trainable import Trainable
 
 PARTS_OF_EPOCH = ("metrics", "means")
 """What an epoch begins anew, of the parts of a snapshot."""
@@ -84,7 +85,7 @@ class Engine:
         self._unread_windows = 0
         self._known_skips = 0
         is_built = self._model.built
-        self._trained_ids = _variable_ids(self._model) if is_built else None
+        self._trainable = Trainable(self._model) if is_built else None
         self._compiled = list(self._model.metrics)
 
     @property
@@ -175,14 +176,12 @@ class Engine:
     def check_model(self):
         """Refuse a model that is not trained as it was made for now."""
         self.check_compiled()
-        if self._trained_ids is None:
+        if self._trainable is None:
             return
-        now = _variable_ids(self._model)
-        if now != self._trained_ids:
+        difference = self._trainable.difference(self._model)
+        if difference is not None:
             raise ValueError(
-                errors.TRAINABLE_CHANGED.format(
-                    now=len(now), before=len(self._trained_ids)
-                )
+                errors.TRAINABLE_CHANGED.format(received=difference)
             )
 
     def prepare(self, window, like=None, *, measures_gradients=False):
@@ -224,7 +223,7 @@ class Engine:
         )
         self._program = program
         self._step = Step(program, self._backend, self._plan)
-        self._trained_ids = _variable_ids(self._model)
+        self._trainable = Trainable(self._model)
 
     def cut(self, window):
         """Cut a window as it will run, once that is known.
@@ -575,7 +574,3 @@ class Engine:
                     limit=limit,
                 )
             )
-
-
-def _variable_ids(model):
-    return [id(variable) for variable in model.trainable_variables]

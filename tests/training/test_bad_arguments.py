@@ -81,13 +81,6 @@ def own_step(step):
     return model
 
 
-def frozen():
-    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
-    model.trainable = False
-    model.compile(optimizer="sgd", loss="mse")
-    return model
-
-
 def scaling_optimizer():
     return keras.optimizers.LossScaleOptimizer(
         keras.optimizers.SGD(0.1), initial_scale=8.0
@@ -409,13 +402,6 @@ def test_trainer_refuses_a_bad_argument(make, error, words):
             ValueError,
             "model must not override predict_step",
             "Trainer.predict_step",
-        ),
-        row(
-            "frozen-model",
-            frozen,
-            ValueError,
-            "model must have trainable weights",
-            "layer.trainable = True",
         ),
         row(
             "model-not-compiled",

@@ -1,0 +1,156 @@
+"""Claims about models that are frozen, whole or in part."""
+
+import numpy as np
+import pytest
+from quickest import JIT_COMPILE
+
+from accumtrainer import Trainer
+from accumtrainer.callbacks import GradientAccumulation
+from accumtrainer.keras_api import keras, ops
+
+X = np.random.default_rng(0).normal(1.0, size=(16, 3)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+
+def make_model(normalize=True):
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    normalization = layers.BatchNormalization(
+        scale=False, center=False, name="statistics"
+    )
+    return keras.Sequential(
+        [
+            keras.Input([3]),
+            *([normalization] if normalize else []),
+            layers.Dense(1, name="dense"),
+        ]
+    )
+
+
+def make_trainer(model):
+    return Trainer(
+        model,
+        optimizer="sgd",
+        loss="mse",
+        metrics=["mae"],
+        accumulation=2,
+        seed=0,
+        jit_compile=JIT_COMPILE,
+    )
+
+
+def fit(trainer):
+    return trainer.fit(X, Y, batch_size=4, verbose=0)
+
+
+def numbers(model):
+    return [np.array(ops.convert_to_numpy(v)) for v in model.variables]
+
+
+# A layer that has nothing to train.
+
+
+@pytest.mark.parametrize("was_trainable", [True, False])
+def test_freezing_a_layer_without_trainable_weights_is_refused(was_trainable):
+    model = make_model()
+    layer = model.get_layer("statistics")
+    layer.trainable = was_trainable
+    trainer = make_trainer(model)
+    fit(trainer)
+    layer.trainable = not was_trainable
+    with pytest.raises(ValueError, match="layer 'statistics', where it was"):
+        fit(trainer)
+    with pytest.raises(ValueError, match="Make a new Trainer"):
+        trainer.train_on_batch(X[:4], Y[:4])
+    before = numbers(model)[:2]
+    fit(make_trainer(model))
+    for old, new in zip(before, numbers(model)[:2], strict=True):
+        assert np.array_equal(old, new) == was_trainable
+
+
+def test_freezing_a_nested_layer_is_refused():
+    inner = make_model()
+    model = keras.Sequential([keras.Input([3]), inner])
+    trainer = make_trainer(model)
+    fit(trainer)
+    inner.get_layer("statistics").trainable = False
+    with pytest.raises(ValueError, match="Make a new Trainer"):
+        fit(trainer)
+
+
+def test_freezing_a_layer_between_fits_of_keras_leaves_its_statistics():
+    model = make_model()
+    model.compile("sgd", "mse", jit_compile=JIT_COMPILE)
+    callback = GradientAccumulation(2)
+    options = {"batch_size": 4, "verbose": 0, "callbacks": [callback]}
+    model.fit(X, Y, **options)
+    model.get_layer("statistics").trainable = False
+    before = numbers(model)
+    model.fit(X, Y, **options)
+    for old, new in zip(before[:2], numbers(model)[:2], strict=True):
+        np.testing.assert_array_equal(new, old)
+    assert not np.array_equal(before[2], numbers(model)[2])
+
+
+# A model that has nothing to train.
+
+
+def make_frozen():
+    model = make_model()
+    model.trainable = False
+    return model
+
+
+def make_weightless():
+    return keras.Sequential([keras.Input([3]), keras.layers.Rescaling(2.0)])
+
+
+@pytest.mark.parametrize("make", [make_frozen, make_weightless])
+def test_model_without_trainable_weights_evaluates_and_predicts(make):
+    model = make()
+    y = Y * np.ones([1, model.output_shape[-1]], "float32")
+    trainer = make_trainer(model)
+    received = trainer.evaluate(X, y, batch_size=4, verbose=0)
+    predicted = trainer.predict(X, batch_size=4, verbose=0)
+    other = make()
+    other.compile("sgd", "mse", metrics=["mae"])
+    expected = other.evaluate(X, y, batch_size=4, verbose=0, return_dict=True)
+    if not isinstance(received, dict):
+        received = dict(zip(("loss", "mae"), received, strict=True))
+    for name, value in expected.items():
+        assert received[name] == pytest.approx(value, rel=1e-5)
+    np.testing.assert_allclose(
+        predicted, other.predict(X, verbose=0), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("make", [make_frozen, make_weightless])
+def test_training_a_model_without_trainable_weights_is_refused(make):
+    trainer = make_trainer(make())
+    y = Y * np.ones([1, trainer.model.output_shape[-1]], "float32")
+    with pytest.raises(ValueError, match="trainable weights where it is"):
+        trainer.fit(X, y, batch_size=4, verbose=0)
+    with pytest.raises(ValueError, match="trainable weights where it is"):
+        trainer.train_on_batch(X, y)
+
+
+@pytest.mark.parametrize("make", [make_frozen, make_weightless])
+@pytest.mark.filterwarnings("ignore:The model does not have any trainable")
+def test_accumulation_inside_fit_leaves_a_frozen_model_as_keras_does(make):
+    histories, models = [], []
+    for callbacks in ([], [GradientAccumulation(2)]):
+        model = make()
+        y = Y * np.ones([1, model.output_shape[-1]], "float32")
+        model.compile("sgd", "mse", metrics=["mae"], jit_compile=JIT_COMPILE)
+        before = numbers(model)
+        history = model.fit(
+            X, y, batch_size=4, epochs=2, verbose=0, callbacks=callbacks
+        )
+        for old, new in zip(before, numbers(model), strict=True):
+            np.testing.assert_array_equal(new, old)
+        histories.append(history.history)
+        models.append(model)
+    expected, received = histories
+    assert received.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(received[name], values, rtol=1e-5)
