@@ -151,12 +151,15 @@ LOSS_WITHOUT_REDUCTION = (
 )
 
 BARE_LOSS = (
-    "compute_loss must say what its loss was averaged over, because the "
-    "micro-batches of a window may count differently. Received: a scalar "
-    "loss of unknown denominator. Return WeightedLoss(mean, denominator), "
-    "use a keras loss that returns one value per example, say "
-    "{owner}(denominator='samples') or denominator=fn(batch) if you know what "
-    "it was averaged over, or choose Accumulation(combine='mean')."
+    "A loss must say what it was averaged over where an update has several "
+    "micro-batches, because they may count differently. Received: a bare "
+    "scalar from {origins}. {shown}{remedy}."
+)
+
+WRONG_DENOMINATOR = (
+    "{stated} must be what a bare scalar was averaged over. Received: one from "
+    "{origin}, which {shown}, as a trial with some of the data shows: updates "
+    "are not those of the big batch. {remedy}."
 )
 
 NOT_A_WEIGHTED_LOSS = (

@@ -280,6 +280,60 @@ def plain_batch_normalizations(model: Any) -> list:
     ]
 
 
+def describe_layer(layer: Any) -> str:
+    """Name a layer and its class, as messages do.
+
+    Example:
+        >>> describe_layer(keras.layers.Dense(1, name="head"))
+        'head (Dense)'
+    """
+    return f"{layer.name} ({type(layer).__name__})"
+
+
+def owners_of(model: Any, variables: list[Any]) -> dict[Any, list[Any]]:
+    """Find the layers that own some variables of a model.
+
+    Args:
+        model: `keras.Model`.
+        variables: list of variables.
+
+    Returns:
+        Dict from each layer to a list of those that are its own, not that of
+        a layer inside it. What is no layer's is left out.
+    """
+    wanted = {id(variable): variable for variable in variables}
+    owners: dict[int, Any] = {}
+    for layer in flatten_layers(model):  # parents first
+        for variable in layer.variables:
+            if id(variable) in wanted:
+                owners[id(variable)] = layer
+    found: dict[Any, list[Any]] = {}
+    for key, layer in owners.items():
+        found.setdefault(layer, []).append(wanted[key])
+    return found
+
+
+@contextlib.contextmanager
+def computing_in(model: Any, dtype: str) -> Iterator[None]:
+    """Have all layers of a model compute in some dtype, whatever theirs is.
+
+    Their variables stay as they are.
+
+    Args:
+        model: `keras.Model`.
+        dtype: str.
+    """
+    layers = flatten_layers(model)
+    before = [layer.dtype_policy for layer in layers]
+    try:
+        for layer in layers:
+            layer.dtype_policy = dtype
+        yield
+    finally:
+        for layer, policy in zip(layers, before, strict=True):
+            layer.dtype_policy = policy
+
+
 def accumulate_statistics(model: Any) -> Any:
     """Put `AccumulatedBatchNormalization` in the place of the plain layers.
 

@@ -149,9 +149,7 @@ class Trainer(Hooks):
         self.seed = draw_seed(backend) if seed is None else seed
         self._model_computes_loss = overrides_compute_loss(model)
         self._model_takes_training = takes_argument(model.call, "training")
-        self._guessed_denominator = False
         self._loop = None
-        self._must_weigh = self.accumulation.combine == "exact"
         self._log_book = LogBook()
         self._tracked, self._tracked_metrics = [], []
         initial_scale = self.loss_scale.initial if self.loss_scale else 1.0

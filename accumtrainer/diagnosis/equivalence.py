@@ -1,21 +1,18 @@
 """Compares the gradient of micro-batches with that of the big batch."""
 
+import contextlib
 import warnings
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from accumtrainer.data.batches import Window, map_leaves
 from accumtrainer.keras_api import flatten_layers, is_overwritten, keras, ops
+from accumtrainer.layers import computing_in, describe_layer, owners_of
 from accumtrainer.steps import Plan, Step
 from accumtrainer.window.objective import is_random_state
 
 MOST_ROWS = 8
 """Variables that are printed."""
-
-# How far the weights that three parts of a batch show, two by two, may be from
-# agreeing and still be weights; rounding of float32 losses takes some.
-SAME_WEIGHTS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,11 +85,15 @@ class EquivalenceCheck:
         make_program: function of the options in which a `WindowProgram` is to
             differ from that of the training; returns it, built.
         backend: the functions a backend must provide.
+        trials: `Trials`.
         jit_compile: bool, whether XLA compiles.
         tolerance: largest error that counts as rounding.
     """
 
-    def __init__(self, hooks, make_program, backend, *, jit_compile, tolerance):
+    def __init__(
+        self, hooks, make_program, backend, trials, *, jit_compile, tolerance
+    ):
+        self._trials = trials
         self._hooks = hooks
         self._make_program = make_program
         self._backend = backend
@@ -137,7 +138,7 @@ class EquivalenceCheck:
         return not _largest(found) <= self._tolerance
 
     def _reasons(self, way, window, whole, big):
-        """Yield the reasons that trials and the model's layers show."""
+        """Yield the reasons that trials single out."""
         if not all(np.isfinite(gradient).all() for gradient in big):
             yield NOT_FINITE
             return
@@ -147,25 +148,82 @@ class EquivalenceCheck:
         ):
             yield COMBINED.format(combine=combine)
             return
-        again = _errors(way, way.gradients(whole, after=whole), big)
-        is_random = not _largest(again) <= self._tolerance
-        if is_random:
+        found = [
+            *self._reasons_of_state(way, whole, big),
+            *self._reasons_of_layers(whole),
+        ]
+        settled = None
+        if not self._hooks.has_window_loss:
+            settled = self._way(training=False)
+            if self._differs(settled, window, whole):
+                found += self._reasons_of_losses(whole)
+                settled = None
+        if found:
+            yield from found
+            return
+        error = self._error_in_float64(window, whole)
+        if error is not None and error <= self._tolerance:
+            yield ROUNDING.format(error=error)
+        elif settled is not None:
+            yield IN_TRAINING_ONLY
+        elif self._hooks.overrides("on_accumulate"):
+            yield ON_ACCUMULATE
+
+    def _reasons_of_state(self, way, whole, big):
+        """Yield what differs when the big batch alone is run once more."""
+
+        def differs(carried):
+            gradients = way.gradients(whole, after=whole, carried=carried)
+            return not _largest(_errors(way, gradients, big)) <= self._tolerance
+
+        random, others = way.moved_by(whole)
+        if random and differs(random):
             yield RANDOM.format(layers=_listed(_drawing_layers(way.model)))
-        normalizing = _normalizing_layers(way.model)
-        if normalizing:
-            yield NORMALIZING.format(layers=_listed(normalizing))
-        if self._hooks.has_window_loss:
+        if others and differs(others):
+            owners = owners_of(way.model, others)
+            moving = [
+                layer
+                for layer in owners
+                if len(owners) == 1 or differs(owners[layer])
+            ]
+            yield MOVING.format(layers=_listed(map(describe_layer, moving)))
+
+    def _reasons_of_layers(self, whole):
+        if self._trials.hook_couples(whole):
+            yield ON_MICRO_BATCH
             return
-        settled = self._way(training=False)
-        if not self._differs(settled, window, whole):
-            if not is_random and not normalizing:
-                yield IN_TRAINING_ONLY
-            return
-        reason = _reason_of_loss(settled, whole)
-        if reason is None and self._hooks.overrides("on_accumulate"):
-            reason = ON_ACCUMULATE
-        if reason is not None:
-            yield reason
+        for layer in self._trials.coupling_layers(whole, training=True):
+            if isinstance(layer, keras.layers.BatchNormalization):
+                layers = _listed(_normalizing_layers(self._hooks.model))
+                yield NORMALIZING.format(layers=layers)
+            else:
+                yield LAYER_COUPLES.format(layer=describe_layer(layer))
+
+    def _reasons_of_losses(self, whole):
+        for trial in self._trials.judge_losses(whole):
+            reason = LOSSES.get(trial.verdict)
+            if reason is not None:
+                yield reason.format(
+                    rows=trial.rows, shown=trial.shown, stated=trial.stated
+                )
+
+    def _error_in_float64(self, window, whole):
+        """Repeat the comparison in float64.
+
+        Returns:
+            float, the largest error; `None` where layers or the backend
+            cannot compute in float64.
+        """
+        # A layer may do what has no float64, or mix it with float32.
+        with contextlib.suppress(Exception):
+            with (
+                self._backend.with_float64(),
+                computing_in(self._hooks.model, "float64"),
+            ):
+                way = self._way()
+                gradients = way.gradients(window)
+                return _largest(_errors(way, gradients, way.gradients(whole)))
+        return None
 
 
 class _Way:
@@ -177,40 +235,64 @@ class _Way:
         self._backend = backend
         self._step = Step(program, backend, plan)
 
-    def gradients(self, window, after=None):
+    def gradients(self, window, after=None, carried=()):
         """Compute gradients from the state there is, or as a second window.
 
         Args:
             window: `Window`.
             after: `Window` that is run first, `None` for none.
+            carried: list of the variables that are then left as it leaves
+                them.
 
         Returns:
             List of arrays, one per trainable variable.
         """
-        return self._measure(window, after)[1]
-
-    def measure(self, window):
-        """Return the loss and the weight of a window, two floats."""
-        loss, _, weight = self._measure(window, None)
-        return loss, weight
-
-    def _measure(self, window, after):
-        self._backend.publish()
-        variables = self._program.moved_by_micro_batches
-        before = [np.array(ops.convert_to_numpy(v)) for v in variables]
-        try:
+        with self._put_back() as values:
             if after is not None:
-                self._step.gradients(after)
-                self._backend.publish()
-                self._program.count_micro_batches(after.micro_batches)
-            loss, gradients, rows = self._step.gradients(window)
-            gradients = [np.array(ops.convert_to_numpy(g)) for g in gradients]
-            weight = sum(float(row[1]) for row in rows)
-            return float(loss), gradients, weight
+                self._run(after)
+                kept = set(map(id, carried))
+                for variable, value in values:
+                    if id(variable) not in kept:
+                        variable.assign(value)
+            return self._run(window)
+
+    def moved_by(self, window):
+        """List the variables that a window moves: random ones, and others."""
+        random, others = [], []
+        with self._put_back() as values:
+            self._run(window)
+            for variable, value in values:
+                if np.array_equal(ops.convert_to_numpy(variable), value):
+                    continue
+                is_random = is_random_state(variable) or (
+                    variable is self._program.micro_batches
+                )
+                (random if is_random else others).append(variable)
+        return random, others
+
+    @contextlib.contextmanager
+    def _put_back(self):
+        """Put back what is run inside; give pairs of variable and value."""
+        self._backend.publish()
+        # Layers may move what is trained, too.
+        moved = [
+            *self.model.trainable_variables,
+            *self._program.moved_by_micro_batches,
+        ]
+        values = [(v, np.array(ops.convert_to_numpy(v))) for v in moved]
+        try:
+            yield values
         finally:
             self._backend.publish()
-            for variable, value in zip(variables, before, strict=True):
+            for variable, value in values:
                 variable.assign(value)
+
+    def _run(self, window):
+        _, gradients, _ = self._step.gradients(window)
+        gradients = [np.array(ops.convert_to_numpy(g)) for g in gradients]
+        self._backend.publish()
+        self._program.count_micro_batches(window.micro_batches)
+        return gradients
 
 
 def _errors(way, gradients, expected):
@@ -256,58 +338,8 @@ def _normalizing_layers(model):
     ]
 
 
-def _reason_of_loss(way, whole):
-    """Find out from its values on parts of a batch what a loss is.
-
-    A mean over samples (or tokens, or weights) has on two parts together a
-    value between its two, nearer to the one that counts more; and the shares
-    that three parts show two by two fit together. A sum adds up.
-
-    Args:
-        way: `_Way`.
-        whole: `Window` of one micro-batch.
-
-    Returns:
-        str, or `None` where the loss is what it says it is, or there are too
-        few samples to tell.
-    """
-    parts = [list(p) for p in np.array_split(np.arange(whole.samples), 3)]
-    if not parts[-1]:
-        return None
-    single = [way.measure(_pick(whole, part)) for part in parts]
-    losses = [loss for loss, _ in single]
-    shares, is_sum = {}, True
-    for i, j in ((0, 1), (1, 2), (0, 2)):
-        joint, _ = way.measure(_pick(whole, parts[i] + parts[j]))
-        is_sum &= bool(np.isclose(joint, losses[i] + losses[j], rtol=1e-4))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            shares[i, j] = np.divide(losses[j] - joint, joint - losses[i])
-    if is_sum:
-        return ADDS_UP
-    fitting = shares[0, 1] * shares[1, 2] / shares[0, 2]
-    is_mean = min(shares.values()) > 0 and abs(fitting - 1) < SAME_WEIGHTS
-    if not is_mean:
-        return COUPLES
-    stated = single[0][1] / single[1][1] if single[1][1] else np.inf
-    if abs(stated / shares[0, 1] - 1) < SAME_WEIGHTS:
-        return None
-    return OTHER_WEIGHTS.format(
-        first=len(parts[0]),
-        second=len(parts[1]),
-        shown=shares[0, 1],
-        stated=stated,
-    )
-
-
-def _pick(whole, rows):
-    """Take some samples of a window of one micro-batch, as another one."""
-    stacked = map_leaves(
-        lambda leaf: np.asarray(leaf)[:, np.array(rows)], whole.stacked
-    )
-    return Window(stacked=stacked, parts=None, sizes=(len(rows),))
-
-
 def _listed(names):
+    names = list(names)
     if not names:
         return "a hook, or a layer that shows no stream of its own"
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -335,25 +367,53 @@ COMBINED = (
     "combine={combine!r} is asked for, which is not the update of the big "
     "batch. Leave it out for combine='exact'."
 )
-ADDS_UP = (
-    "The loss adds up over samples, it is no mean. Return WeightedLoss(value, "
-    "None) from compute_loss to say so."
+MOVING = (
+    "What layers keep ({layers}) moves in every forward pass in training, and "
+    "gradients depend on it: a window moves it once per micro-batch, the big "
+    "batch once. Only one micro-batch per update is exactly the same."
 )
-OTHER_WEIGHTS = (
-    "The loss is a mean, but not over what it states: by its values the first "
-    "{first} samples count {shown:.3g} times as much as the next {second}, as "
-    "stated {stated:.3g} times. Return WeightedLoss(mean, denominator) with "
-    "what the mean was divided by."
+ON_MICRO_BATCH = (
+    "on_micro_batch couples examples: what it makes of some depends on the "
+    "others that it sees at once. Change every example by itself, or the data "
+    "before they are cut."
 )
-COUPLES = (
-    "The loss couples examples: on two parts of the batch together it is no "
-    "mean of what it is on each. Use a WindowLossTrainer, whose loss sees the "
-    "whole window."
+LAYER_COUPLES = (
+    "Layer {layer} couples examples: what it makes of some depends on the "
+    "others that it sees at once. No accumulation can change that; use one "
+    "that treats each example by itself."
+)
+LOSSES = {
+    "sum": (
+        "The loss adds up over samples, it is no mean. Return "
+        "WeightedLoss(value, None) from compute_loss to say so."
+    ),
+    "other": (
+        "The loss is a mean, but not over what it states: by its values some "
+        "{rows} samples count {shown:.3g} times as much as {rows} others, as "
+        "stated {stated:.3g} times. Return WeightedLoss(mean, "
+        "denominator) with what the mean was divided by."
+    ),
+    "couples": (
+        "The loss couples examples: on two parts of the batch together it is "
+        "no mean of what it is on each. Use a WindowLossTrainer, whose loss "
+        "sees the whole window."
+    ),
+    "mixes": (
+        "The loss either couples examples or is a mean over something else "
+        "than it states. In the first case use a WindowLossTrainer, in the "
+        "second return WeightedLoss(mean, denominator)."
+    ),
+}
+ROUNDING = (
+    "It is rounding, which this model amplifies: computed in float64, the "
+    "largest error is {error:.1e}. Nothing is wrong."
 )
 ON_ACCUMULATE = (
     "on_accumulate changes the gradients of each micro-batch, of which the "
     "big batch has but one."
 )
 UNKNOWN = (
-    "No reason was found: neither layers nor the values of the loss show one."
+    "No reason was found: neither the state of layers, nor what layers make of "
+    "examples, nor the values of the loss show one, nor does it vanish in "
+    "float64."
 )

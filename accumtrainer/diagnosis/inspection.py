@@ -233,9 +233,14 @@ class Replay:
             found += _in_batch(batch, position, " after on_micro_batch")
         sketches = []
 
+        def sketch(operation, tensor):
+            kind = type(operation).__name__
+            what = f"output of layer {operation.name} ({kind})"
+            sketches.append(_sketch(what, "layer", tensor))
+
         def objective():
             book.open()
-            with recording(operations, sketches):
+            with recording(operations, sketch):
                 measured = self._objective.measure(batch, info)
             book.take()
             total = total_loss(
@@ -325,36 +330,34 @@ def flatten_operations(model):
 
 
 @contextlib.contextmanager
-def recording(operations, sketches):
-    """Sketch what layers return, while the `with` block is open.
+def recording(operations, observe):
+    """Observe what layers return, while the `with` block is open.
 
     Each layer's own `call` is covered by one that also records, on the
     instance alone, and uncovered in the end.
 
     Args:
         operations: list of `keras.Operation`.
-        sketches: list to which a sketch is added for each tensor, in the
-            order in which the calls return.
+        observe: function that is given a layer and a tensor, for each tensor
+            in the order in which the calls return.
     """
     with contextlib.ExitStack() as covers:
         for operation in operations:
-            covers.enter_context(_covered(operation, sketches))
+            covers.enter_context(_covered(operation, observe))
         yield
 
 
 @contextlib.contextmanager
-def _covered(operation, sketches):
+def _covered(operation, observe):
     before = vars(operation).get("call")
     call = operation.call
-    kind = type(operation).__name__
-    what = f"output of layer {operation.name} ({kind})"
 
     @functools.wraps(call)
     def recorded(*args, **kwargs):
         outputs = call(*args, **kwargs)
         for tensor in tree.flatten(outputs):
             if ops.is_tensor(tensor):
-                sketches.append(_sketch(what, "layer", tensor))
+                observe(operation, tensor)
         return outputs
 
     operation.call = recorded

@@ -21,6 +21,8 @@ import time
 import numpy as np
 
 from accumtrainer import errors
+from accumtrainer.diagnosis.bare_losses import check_bare_losses
+from accumtrainer.diagnosis.trials import Trials
 from accumtrainer.inside_fit.fit_state import make_fit_state
 from accumtrainer.inside_fit.groups import Group, Groups, check_dense
 from accumtrainer.keras_api import (
@@ -111,6 +113,7 @@ class FitAccumulator(Hooks):
         self._train_function_before = None
         self._trains = self._trainable = None
         self._program = self._step = None
+        self._checked_losses = []
         self._is_first_group = True
         self._progress = Progress()
         self._unread_windows = self._known_skips = 0
@@ -136,11 +139,6 @@ class FitAccumulator(Hooks):
             arguments[name] is not None for name in names
         )
         self._denominator = denominator
-        self._guessed_denominator = False
-        self._must_weigh = (
-            self.accumulation.combine == "exact"
-            and self.accumulation.steps != 1
-        )
         self._log_book = LogBook()
 
     # What a callback calls, in this order.
@@ -337,6 +335,7 @@ class FitAccumulator(Hooks):
         """Build what is missing before the first micro-batch of a `fit`."""
         if self._program is not None:
             self._program.learn(batch)
+            self._check_bare_losses(self._program.losses, batch)
             return
         check_dense(batch)
         self._backend.publish()
@@ -350,6 +349,7 @@ class FitAccumulator(Hooks):
             tracked=[],
         )
         program.build(batch)
+        self._check_bare_losses(program.losses, batch)
         plan = choose_plan(
             self.model,
             program.operations,
@@ -364,6 +364,25 @@ class FitAccumulator(Hooks):
         self._program = program
         self._trains = _identity(self.model)
         self._trainable = Trainable(self.model)
+
+    def _check_bare_losses(self, losses, batch):
+        """Refuse what cannot be weighed; warn once of what is weighed wrongly.
+
+        Losses are others where data are of another structure.
+        """
+        is_checked = any(known is losses for known in self._checked_losses)
+        if is_checked or self.accumulation.steps == 1:
+            return
+
+        def find_trials():
+            self._backend.publish()
+            trials = Trials(
+                self, self._state, run_eagerly=self.model.run_eagerly
+            )
+            return trials.judge_losses(Group([batch]).window())
+
+        check_bare_losses(self, losses, find_trials)
+        self._checked_losses.append(losses)
 
     def _build_model(self, batch):
         """Create what Keras creates when it first trains on a batch."""

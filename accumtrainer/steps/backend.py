@@ -160,6 +160,10 @@ class Backend(abc.ABC):
         del shapes
 
     @abc.abstractmethod
+    def with_float64(self) -> AbstractContextManager:
+        """Make a scope in which float64 can be computed."""
+
+    @abc.abstractmethod
     def constant(self, value: np.ndarray) -> Tensor:
         """Put an array on the device, to be passed again and again."""
 

@@ -5,8 +5,10 @@ import time
 
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch, map_leaves
+from accumtrainer.diagnosis.bare_losses import check_bare_losses
 from accumtrainer.diagnosis.equivalence import EquivalenceCheck
 from accumtrainer.diagnosis.inspection import Replay
+from accumtrainer.diagnosis.trials import Trials
 from accumtrainer.keras_api import BACKEND, keras, metric_names
 from accumtrainer.observers.logs import Logs
 from accumtrainer.progress import Progress
@@ -80,6 +82,7 @@ class Engine:
         self._shown = None
         self._last_report = None
         self._in_flight = InFlight()
+        self._checked_losses = []
         self.last_window = None
         self.data_seconds = 0.0
         self._unread_windows = 0
@@ -184,7 +187,9 @@ class Engine:
                 errors.TRAINABLE_CHANGED.format(received=difference)
             )
 
-    def prepare(self, window, like=None, *, measures_gradients=False):
+    def prepare(
+        self, window, like=None, *, measures_gradients=False, warns=True
+    ):
         """Build what is missing before the first window runs.
 
         Args:
@@ -192,6 +197,7 @@ class Engine:
             like: `Snapshot` of a run whose plan is kept, or `None`.
             measures_gradients: whether somebody wants to know the norms of
                 the micro-batches' gradients.
+            warns: whether to warn of denominators that are wrong.
         """
         if self._program is None:
             with self._backend.scope():
@@ -201,9 +207,31 @@ class Engine:
         self._program.measures_gradients = measures_gradients
         if self._sizing.is_undecided:
             self._sizing.choose(window, self._step)
+        if self._accumulates(window):
+            self._check_bare_losses(self._sizing.cut(window), warns=warns)
+
+    def _check_bare_losses(self, window, *, warns=True):
+        """Refuse what cannot be weighed; warn once of what is weighed wrongly.
+
+        Losses are others where data are of another structure.
+        """
+        losses = self._program.losses
+        if any(known is losses for known in self._checked_losses):
+            return
+        is_stated = self._hooks._denominator is not None
+        if is_stated and not warns:
+            return
+
+        def find_trials():
+            if self.replicas > 1:
+                return []
+            self.publish()
+            return self._trials().judge_losses(window)
+
+        check_bare_losses(self._hooks, losses, find_trials)
+        self._checked_losses.append(losses)
 
     def _build(self, window, like):
-        self._hooks._must_weigh &= self._accumulates(window)
         first = window.split()[0]
         self._evaluator.build_model(Batch(first.x))
         if not self._model.trainable_variables:
@@ -273,7 +301,7 @@ class Engine:
 
     def check_equivalence(self, window, whole, tolerance):
         """Compare a window with the big batch; see the Trainer's method."""
-        self.prepare(window)
+        self.prepare(window, warns=False)
         self.publish()
         first = window.split()[0]
         # One of its own, since the shapes of a check say nothing of training.
@@ -282,10 +310,20 @@ class Engine:
             self._hooks,
             lambda **options: self._make_program(first, backend, **options),
             backend,
+            self._trials(),
             jit_compile=self.plan.jit_compile,
             tolerance=tolerance,
         )
         return check.run(window, whole)
+
+    def _trials(self):
+        return Trials(
+            self._hooks,
+            self._state,
+            tracked=self._tracked,
+            jit_compile=self._jit_compile,
+            run_eagerly=self._run_eagerly,
+        )
 
     def _plan_of(self, snapshot):
         """Return the plan of a saved run, unless another was asked for."""
@@ -396,9 +434,8 @@ class Engine:
         Returns:
             `Report`.
         """
-        is_one = window.micro_batches == self.replicas == 1
-        if not is_one and self._hooks._guessed_denominator:
-            raise ValueError(errors.BARE_LOSS.format(owner="Trainer"))
+        if window.micro_batches > 1 or self.replicas > 1:
+            self._check_bare_losses(window)
         self._last_report, window = self._sizing.run(
             window, self._step, self._program
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 from accumtrainer import errors
 from accumtrainer.keras_api import keras, ops, tree
-from accumtrainer.window.losses import WeightedLoss, count_samples
+from accumtrainer.window.losses import BareLoss, WeightedLoss, count_samples
 
 HOOK_NAMES = (
     "on_micro_batch",
@@ -110,11 +110,9 @@ class Hooks:
     rng: Any
     _compiled_loss: Any
     _denominator: Any
-    _guessed_denominator: bool
     _log_book: LogBook
     _model_computes_loss: bool
     _model_takes_training: bool
-    _must_weigh: bool
     _tracked_metrics: Any = ()
     has_window_loss = False
     _owner = "Trainer"  # what users give arguments to, for messages
@@ -158,7 +156,7 @@ class Hooks:
         for part in parts:
             key = _unused(part.name, losses)
             losses[key] = replace(
-                self._known_weight(part.loss, batch, info),
+                self._known_weight(part.loss, batch),
                 coefficient=part.coefficient,
                 name=None if key == part.name else part.name,
             )
@@ -251,21 +249,24 @@ class Hooks:
         if takes_argument(self.model.compute_loss, "training"):
             arguments["training"] = info.training
         loss = self.model.compute_loss(**arguments)
-        loss = self._known_weight(loss, batch, info)
-        return replace(loss, outputs=outputs)
+        if not isinstance(loss, WeightedLoss):
+            loss = BareLoss(loss, f"{type(self.model).__name__}.compute_loss")
+        return replace(self._known_weight(loss, batch), outputs=outputs)
 
-    def _known_weight(self, loss, batch, info):
-        """Give a bare scalar the denominator that the user stated."""
+    def _known_weight(self, loss, batch):
+        """Give a bare scalar the denominator that the user stated.
+
+        Where nobody has, samples are a guess; `check_bare_losses` looks at
+        what depends on it.
+        """
         if isinstance(loss, WeightedLoss):
             return loss
-        if self._denominator is None and info.training:
-            if self._must_weigh:
-                raise ValueError(errors.BARE_LOSS.format(owner=self._owner))
-            self._guessed_denominator = self.accumulation.combine == "exact"
+        value, origin = loss
         if callable(self._denominator):
             weight = ops.cast(self._denominator(batch), "float32")
-            return WeightedLoss(loss, weight)
-        return WeightedLoss(loss, count_samples(batch.x), is_uniform=True)
+            return WeightedLoss(value, weight, origin=origin)
+        samples = count_samples(batch.x)
+        return WeightedLoss(value, samples, is_uniform=True, origin=origin)
 
 
 def _unused(name, names):

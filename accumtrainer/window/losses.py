@@ -17,12 +17,14 @@ from accumtrainer.keras_api import (
     ACTIVITY_LOSSES_ARE_MEANS,
     compile_losses,
     copy_mask,
+    flatten_layers,
     keras,
     keras_mask,
     losses_of_layers,
     ops,
     tree,
 )
+from accumtrainer.layers import describe_layer
 
 MEAN_REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -45,6 +47,9 @@ class WeightedLoss:
         name: under which name this loss is logged, where that is not its key
             in a dict of losses. Several may have one name; as in Keras, the
             last of them is then seen.
+        origin: where a bare scalar comes from that says nothing about its
+            denominator, which is then stated by others, or guessed; `""`
+            where it is known.
 
     Example:
         >>> loss = WeightedLoss(0.5, denominator=12.0)
@@ -58,6 +63,7 @@ class WeightedLoss:
     coefficient: Any = 1.0
     is_uniform: bool = False
     name: str | None = None
+    origin: str = ""
 
     @property
     def is_sum(self):
@@ -70,13 +76,25 @@ class CompiledPart(NamedTuple):
 
     Attributes:
         name: str, under which Keras logs it where there are several.
-        loss: `WeightedLoss`, or a bare scalar where it reduced by itself.
+        loss: `WeightedLoss`, or `BareLoss` where it reduced by itself.
         coefficient: its `loss_weights`, a number or a variable.
     """
 
     name: str
     loss: Any
     coefficient: Any
+
+
+class BareLoss(NamedTuple):
+    """A scalar that does not say what it was averaged over.
+
+    Attributes:
+        value: scalar tensor.
+        origin: str, what it comes from, for messages.
+    """
+
+    value: Any
+    origin: str
 
 
 class CompiledLoss:
@@ -193,14 +211,15 @@ def measure(loss, y_true, y_pred, sample_weight=None):
         sample_weight: tensor that broadcasts against the values, or `None`.
 
     Returns:
-        `WeightedLoss`; or the scalar tensor alone where the loss reduced by
-        itself, so that nobody can know its denominator.
+        `WeightedLoss`; or `BareLoss` where the loss reduced by itself, so that
+        nobody can know its denominator.
 
     Raises:
         ValueError: the loss has no reduction, or there are no targets.
     """
+    origin = f"the loss {loss.name!r}"
     if type(loss).__call__ is not keras.losses.Loss.__call__:
-        return loss(y_true, y_pred, sample_weight)
+        return BareLoss(loss(y_true, y_pred, sample_weight), origin)
     if loss.reduction in (None, "none"):
         raise ValueError(errors.LOSS_WITHOUT_REDUCTION.format(loss=loss.name))
     if y_true is None:
@@ -208,7 +227,7 @@ def measure(loss, y_true, y_pred, sample_weight=None):
     kept = _KeptValues(loss)
     value = kept(y_true, y_pred, sample_weight)
     if len(kept.values.shape) == 0:
-        return value
+        return BareLoss(value, origin)
     if loss.reduction == "sum":
         return WeightedLoss(value, None, is_uniform=True)
     counts_weights = loss.reduction == "mean_with_sample_weight"
@@ -248,15 +267,17 @@ def added_losses(model):
         model: `keras.Model` that has just been called.
 
     Returns:
-        Pair: list of `(kind, scalar tensor)` with kind `"activity"`, `"sum"`
-        or `"bare"`; and the weight regularization, a scalar tensor, or `None`
-        where there is none.
+        Pair: list of `(kind, scalar tensor)` with kind `"activity"` or
+        `"sum"`, or of `("bare", BareLoss)`; and the weight regularization, a
+        scalar tensor, or `None` where there is none.
     """
     added, penalties = losses_of_layers(model)
-    kinds = [
-        (_added_kind(loss, is_activity), _as_scalar(loss))
-        for loss, is_activity in added
-    ]
+    kinds = []
+    for loss, is_activity in added:
+        kind, value = _added_kind(loss, is_activity), _as_scalar(loss)
+        if kind == "bare":
+            value = BareLoss(value, _origin_of_added(model, loss))
+        kinds.append((kind, value))
     return kinds, _sum_scalars([_as_scalar(v) for v in penalties])
 
 
@@ -264,6 +285,17 @@ def _added_kind(loss, is_activity):
     if is_activity:
         return "activity" if ACTIVITY_LOSSES_ARE_MEANS else "sum"
     return "bare" if len(loss.shape) == 0 else "sum"
+
+
+def _origin_of_added(model, loss):
+    """Say which layer has added a loss, of those that Keras lists it for."""
+    owners = [
+        layer
+        for layer in flatten_layers(model)  # parents first
+        if any(added is loss for added in layer.losses)
+    ]
+    owner = owners[-1] if owners else model
+    return f"add_loss of {describe_layer(owner)}"
 
 
 def _as_scalar(loss):

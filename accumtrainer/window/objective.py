@@ -74,7 +74,7 @@ class Objective:
         regularization = None
         if self._adds_losses:
             added, regularization = added_losses(self._model)
-            losses += self._weigh_added(added, batch, info, samples)
+            losses += self._weigh_added(added, batch, samples)
         if self._has_metrics and outputs is not None:
             self._model.compute_metrics(
                 batch.x, batch.y, outputs, sample_weight=batch.sample_weight
@@ -85,7 +85,7 @@ class Objective:
             losses=losses, regularization=regularization, samples=samples
         )
 
-    def _weigh_added(self, added, batch, info, samples):
+    def _weigh_added(self, added, batch, samples):
         losses = []
         for kind, value in added:
             if kind == "sum":
@@ -93,7 +93,7 @@ class Objective:
             elif kind == "activity":
                 loss = WeightedLoss(value, samples, is_uniform=True)
             else:
-                loss = self._hooks._known_weight(value, batch, info)
+                loss = self._hooks._known_weight(value, batch)
             losses.append(loss)
         return losses
 

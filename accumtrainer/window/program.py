@@ -173,6 +173,11 @@ class WindowProgram:
         """See `WindowVariables.start_epoch`."""
         self._variables.start_epoch(epoch)
 
+    @property
+    def micro_batches(self):
+        """The variable that counts micro-batches, by which hooks draw."""
+        return self._state.micro_batches
+
     def count_micro_batches(self, micro_batches):
         """Count micro-batches whose window is not applied.
 

@@ -155,8 +155,8 @@ def test_wrong_denominator_is_found():
     found = check(make_model(), Tokens, batch=(x, y, counts))
     assert not found.is_exact
     assert len(found.reasons) == 1
-    # The first four samples weigh 8, the next four 10.
-    assert "first 4 samples count 0.8 times" in found.reasons[0]
+    # Every fourth sample is of one group: the first weighs 11, the next 15.
+    assert "some 3 samples count 0.733 times" in found.reasons[0]
     assert "as stated 1 times" in found.reasons[0]
 
 

@@ -131,6 +131,12 @@ class JaxBackend(Backend):
         del reading, moving  # all variables are known here
         return self._devices.sum(function, shares, self._traced)
 
+    def with_float64(self):
+        """Make a scope in which float64 can be computed."""
+        # Older versions of JAX have it among what they try out.
+        owner = jax if hasattr(jax, "enable_x64") else jax.experimental
+        return owner.enable_x64(True)
+
     def constant(self, value):
         return jax.device_put(value)
 

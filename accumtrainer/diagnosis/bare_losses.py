@@ -1,0 +1,159 @@
+"""Refuses losses that do not say what they were averaged over.
+
+A loss that reduces by itself, to a bare scalar, cannot be weighed. What can be
+said of it is found out by a trial, so that no remedy is named that is wrong.
+"""
+
+import warnings
+
+from accumtrainer import errors
+
+
+def check_bare_losses(hooks, losses, find_trials):
+    """Refuse bare scalars where micro-batches must be weighed.
+
+    Where the user has stated what they were averaged over, a trial that shows
+    otherwise is a warning.
+
+    Args:
+        hooks: `Hooks`, usually the Trainer.
+        losses: list of `WeightedLoss`, of which only the kind counts.
+        find_trials: function that returns a list of `LossTrial`, one per loss,
+            or an empty one where nobody can tell.
+
+    Raises:
+        ValueError: there are some, and nobody has stated anything.
+    """
+    bare = [i for i, loss in enumerate(losses) if loss.origin]
+    if not bare or hooks.accumulation.combine != "exact":
+        return
+    trials = find_trials()
+    verdicts = {
+        losses[i].origin: trials[i].verdict if trials else "unknown"
+        for i in bare
+    }
+    if hooks._denominator is not None:
+        for origin, verdict in verdicts.items():
+            if verdict not in ("right", "unknown"):
+                warnings.warn(
+                    errors.WRONG_DENOMINATOR.format(
+                        stated=_stated(hooks._denominator),
+                        origin=origin,
+                        shown=SHOWN[verdict],
+                        remedy=_remedies({origin: verdict}, hooks._owner),
+                    ),
+                    stacklevel=2,
+                )
+        return
+    raise ValueError(
+        errors.BARE_LOSS.format(
+            origins=" and ".join(verdicts),
+            shown=_shown(verdicts),
+            remedy=_remedies(verdicts, hooks._owner),
+        )
+    )
+
+
+def _stated(denominator):
+    if isinstance(denominator, str):
+        return f"denominator={denominator!r}"
+    return f"denominator={getattr(denominator, '__name__', denominator)}"
+
+
+def _shown(verdicts):
+    """Say in a sentence what a trial has shown, "" if that is nothing."""
+    is_one = len(verdicts) == 1
+    shown = [
+        f"{'it' if is_one else origin} {SHOWN[verdict]}"
+        for origin, verdict in verdicts.items()
+        if verdict != "unknown"
+    ]
+    if not shown:
+        return ""
+    return f"A trial with some of the data shows that {', and '.join(shown)}. "
+
+
+SHOWN = {
+    "right": "is a mean over samples",
+    "sum": "adds up over samples, so that it is no mean",
+    "other": "is a mean over something else, such as tokens or weights",
+    "couples": "couples examples, so that no denominator makes it exact",
+    "mixes": (
+        "either couples examples or is a mean over something else than samples"
+    ),
+}
+"""What a trial shows, by verdict; of a bare scalar samples are tried."""
+
+_WINDOW = "{use_window}, whose loss sees all examples of an update"
+_FUNCTION = (
+    "say {owner}(denominator=fn) with a function of a batch that gives what "
+    "it was averaged over"
+)
+_SAMPLES = "say {owner}(denominator='samples')"
+_HOOK = "{hook} return a WeightedLoss for each"
+
+REMEDIES = {
+    "right": (_SAMPLES,),
+    "other": (_FUNCTION,),
+    "couples": (_WINDOW,),
+    "mixes": (f"in the first case {_WINDOW}", f"in the second {_FUNCTION}"),
+    "unknown": (
+        f"{_SAMPLES} if it is a mean over samples",
+        f"{_FUNCTION} if it is one over something else",
+        f"{_WINDOW}, if it couples examples, as a contrastive loss does",
+    ),
+}
+"""What to do about it, by verdict."""
+
+SUMS = {
+    "add_loss": "give add_loss one value per example, which it adds up",
+    "the loss": (
+        "make it a keras.losses.Loss of one value per example, with "
+        "reduction='sum'"
+    ),
+    "": "{hook} return WeightedLoss(value, None), which is a sum",
+}
+"""What to do about a sum, by how its origin begins."""
+
+
+def _remedies(verdicts, owner):
+    """Write in a sentence what to do about bare scalars.
+
+    Args:
+        verdicts: dict from origins to verdicts.
+        owner: str, what users give arguments to.
+
+    Returns:
+        str.
+    """
+    remedies = []
+    kinds = set(verdicts.values())
+    if len(kinds) > 1:
+        # There is but one denominator to state.
+        remedies.append(_HOOK)
+    for origin, verdict in verdicts.items():
+        if verdict == "sum":
+            begun = next(start for start in SUMS if origin.startswith(start))
+            remedies.append(SUMS[begun])
+        elif verdict != "right" or len(kinds) == 1:
+            remedies += REMEDIES[verdict]
+    if "sum" not in kinds:
+        remedies.append(
+            "choose {combine}(combine='mean') for the plain mean over "
+            "micro-batches"
+        )
+    remedies = list(dict.fromkeys(remedies))
+    text = "; ".join(remedies[:-1])
+    text = f"{text}; or {remedies[-1]}" if text else remedies[-1]
+    is_trainer = owner == "Trainer"
+    text = text.format(
+        owner=owner,
+        combine="Accumulation" if is_trainer else owner,
+        use_window="use a WindowLossTrainer"
+        if is_trainer
+        else "train by a WindowLossTrainer instead of fit",
+        hook="let Trainer.compute_loss"
+        if is_trainer
+        else "train by a Trainer instead of fit, and let its compute_loss",
+    )
+    return text[0].upper() + text[1:]

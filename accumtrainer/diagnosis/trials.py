@@ -1,0 +1,469 @@
+"""Finds out by trial what makes the examples of a batch depend on each other.
+
+Four groups of rows of a batch, A, B, C and D, are run two by two. What a layer
+makes of the rows of A is the same beside B and beside D, or else it couples
+rows. And a loss that adds up over rows, once it is multiplied by what it was
+divided by, has
+
+    f(A, B) + f(C, D) = f(A, D) + f(C, B)
+
+All of it is run from one state with one shape, so that layers which draw
+random numbers draw the same ones, and whatever depends on shapes alone is left
+out. Nothing that runs here has an effect.
+"""
+
+import contextlib
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from accumtrainer.data.batches import map_leaves
+from accumtrainer.diagnosis.inspection import flatten_operations, recording
+from accumtrainer.diagnosis.verdicts import (
+    QUADRUPLES,
+    LossTrial,
+    LossValues,
+    judge_loss,
+)
+from accumtrainer.keras_api import flatten_layers, ops, tree
+from accumtrainer.steps import make_backend, should_compile_evaluation
+from accumtrainer.window.objective import is_random_state, metric_variables
+from accumtrainer.window.passes import Passes
+from accumtrainer.window.replicas import Share
+from accumtrainer.window.state import Scratch
+
+MOST_ROWS = 16
+"""Rows of a group, which are enough to tell."""
+
+# A row beside others is the same up to this, relative to the largest.
+SAME_ROW = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """What layers and losses made of some rows.
+
+    Args:
+        means: array `(losses,)`, float64.
+        denominators: array `(losses,)`, float64, 1 for sums.
+        rows: list of arrays `[m, 3]`, what layers made of each row.
+    """
+
+    means: np.ndarray
+    denominators: np.ndarray
+    rows: list[np.ndarray]
+
+    @property
+    def totals(self):
+        """Values of the losses as they should add up over rows."""
+        return self.means * self.denominators
+
+
+@dataclass(kw_only=True, slots=True)
+class _Traced:
+    """What tracing a run shows, the same for all of a kind."""
+
+    origins: list[str]
+    is_sum: list[bool]
+    layers: list[Any]
+    draws: bool
+
+
+class Trials:
+    """Runs rows of a window without effect.
+
+    Args:
+        hooks: `Hooks`, usually the Trainer.
+        state: `TrainingState`.
+        tracked: list of variables that hooks may read or write.
+        jit_compile: `"auto"`, `True` or `False`.
+        run_eagerly: bool.
+    """
+
+    def __init__(
+        self, hooks, state, *, tracked=(), jit_compile="auto", run_eagerly=False
+    ):
+        self._hooks = hooks
+        self._model = hooks.model
+        self._state = state
+        self._tracked = list(tracked)
+        self._backend = make_backend(run_eagerly=run_eagerly)
+        self._jit_compile = should_compile_evaluation(
+            self._backend, jit_compile
+        )
+
+    @property
+    def variables(self):
+        """Every variable that a run reads or writes, each once."""
+        variables = [
+            *self._model.variables,
+            *metric_variables(self._model),
+            *self._tracked,
+            *self._state.variables,
+        ]
+        return list({id(v): v for v in variables}.values())
+
+    def coupling_layers(self, window, *, training):
+        """Find the layer that first makes rows depend on each other.
+
+        Args:
+            window: `Window`.
+            training: bool, whether layers are told that this is training.
+
+        Returns:
+            The layer in a list; an empty one where there is none, or where
+            nobody can tell.
+        """
+        groups = _groups_of(window)
+        if groups is None:
+            return []
+        for runner in self._runners(groups, training):
+            with contextlib.suppress(Exception):
+                return runner.coupling_layers(runner.change(groups))
+        return []
+
+    def hook_couples(self, window):
+        """Whether `on_micro_batch` makes rows depend on each other."""
+        groups = _groups_of(window)
+        if groups is None or not self._hooks.overrides("on_micro_batch"):
+            return False
+        with contextlib.suppress(Exception):
+            runner = _Runner(self, [], rows=_size(groups[0]), training=True)
+            return runner.hook_couples(groups)
+        return False
+
+    def judge_losses(self, window):
+        """Find out whether losses are what they say they are.
+
+        Layers that couple rows in training alone are run as in evaluation.
+
+        Args:
+            window: `Window`.
+
+        Returns:
+            List of `LossTrial`, one per loss in their order; an empty one
+            where nobody can tell.
+        """
+        groups = _groups_of(window)
+        if groups is None or self._hooks.has_window_loss:
+            return []
+        found = []
+        for training in (True, False):
+            trials = self._judge_losses(groups, training)
+            if not found:
+                found = trials
+            elif [t.origin for t in trials] == [t.origin for t in found]:
+                # What layers draw in training no longer hides what it is.
+                found = [
+                    settled if trial.verdict == "mixes" else trial
+                    for trial, settled in zip(found, trials, strict=True)
+                ]
+            if found and all(trial.verdict != "mixes" for trial in found):
+                break
+        return found
+
+    def _judge_losses(self, groups, training):
+        for runner in self._runners(groups, training):
+            # What a trial cannot run is no error of the user's.
+            with contextlib.suppress(Exception):
+                changed = runner.change(groups)
+                if runner.coupling_layers(changed):
+                    return []
+                return runner.judge_losses(changed)
+        return []
+
+    def _runners(self, groups, training):
+        """Make runners that look at ever fewer layers.
+
+        What a layer computes inside a transformation of the backend (a loop,
+        a recomputation) may not be carried out of it.
+        """
+        model = self._model
+        above = [*getattr(model, "layers", ()), model]
+        for operations in (flatten_operations(model), above, [model]):
+            rows = _size(groups[0])
+            yield _Runner(self, operations, rows=rows, training=training)
+
+
+class _Runner:
+    """Runs rows, and looks at what some layers make of them."""
+
+    def __init__(self, trials, operations, *, rows, training):
+        self._operations = operations
+        self._rows = rows
+        self._training = training
+        self._hooks = trials._hooks
+        self._state = trials._state
+        self._variables = trials.variables
+        self._backend = trials._backend
+        self._passes = Passes(
+            trials._hooks,
+            trials._state,
+            trials._backend,
+            loss_scale=None,
+            tracked=trials._tracked,
+            training=training,
+        )
+        self._trials = trials
+        self._compiled = {}
+        self._traced = {}
+
+    def change(self, groups):
+        """Let `on_micro_batch` change four groups of rows, all at once."""
+        if not self._hooks.overrides("on_micro_batch"):
+            return groups
+        changed = self._call(self._change, groups)
+        size = self._rows
+        return [
+            map_leaves(lambda leaf, i=i: leaf[i : i + size], changed)
+            for i in range(0, 4 * size, size)
+        ]
+
+    def hook_couples(self, groups):
+        """Whether rows of A become others beside D than beside B."""
+        a, b, c, d = groups
+        one, again, other = (
+            self._call(self._change, rows) for rows in ((a, b), (a, b), (a, d))
+        )
+        size = self._rows
+        leaves = [_leaves(batch, size) for batch in (one, again, other)]
+        pairs = list(zip(*leaves, strict=True))
+        is_settled = all(_is_same(x, y) for x, y, _ in pairs)
+        return is_settled and not all(_is_same(x, y) for x, _, y in pairs)
+
+    def coupling_layers(self, groups):
+        """List the first layer whose rows of A are others beside D."""
+        a, b, c, d = groups
+        one, again, other = (
+            self._measure(rows) for rows in ((a, b), (a, b), (a, d))
+        )
+        size = self._rows
+        layers = self._traced[2].layers
+        for layer, x, y, z in zip(
+            layers, one.rows, again.rows, other.rows, strict=True
+        ):
+            if not _is_same(x, y):  # it draws what nobody can draw again
+                return []
+            if not _is_same(x[:size], z[:size]):
+                return [layer]
+        return []
+
+    def judge_losses(self, groups):
+        """Judge every loss, list of `LossTrial`.
+
+        By the model as it is, and once more by one of other weights: of a
+        router, for example, that sends all examples one way by chance.
+        """
+        here, elsewhere = self._values(groups, 0.0), self._values(groups, 1.0)
+        again = self._measure([groups[0], groups[1]])
+        traced = self._traced[2]
+        origins = traced.origins
+        if not np.allclose(again.means, here[0, 1].means, rtol=1e-6, atol=0):
+            return [LossTrial(verdict="unknown", origin=o) for o in origins]
+        kind = "float32"
+        if traced.draws:
+            kind = "random"
+        elif _is_half(self._hooks.model):
+            kind = "half"
+        trials = [
+            judge_loss(_at(here, i), _at(elsewhere, i), is_sum, kind)
+            for i, is_sum in enumerate(traced.is_sum)
+        ]
+        return [
+            replace(trial, origin=origin, rows=self._rows)
+            for trial, origin in zip(trials, origins, strict=True)
+        ]
+
+    def _values(self, groups, otherness):
+        """Run single groups and pairs, dict from their places to `_Run`."""
+        places = [(0,), (1,), (2,), *itertools.chain(*QUADRUPLES)]
+        return {
+            place: self._measure([groups[i] for i in place], otherness)
+            for place in dict.fromkeys(places)
+        }
+
+    def _measure(self, groups, otherness=0.0):
+        otherness = np.asarray(otherness, "float32")
+        result = self._call(self._run, groups, otherness)
+        return _Run(
+            means=np.asarray(result["means"], "float64"),
+            denominators=np.asarray(result["denominators"], "float64"),
+            rows=[np.asarray(rows, "float64") for rows in result["rows"]],
+        )
+
+    def _call(self, function, groups, *arguments):
+        """Compile a function, call it; return its result on the host."""
+        key = function.__name__, len(groups)  # each knows of one shape alone
+        if key not in self._compiled:
+            self._compiled[key] = self._backend.compile(
+                function, self._trials, jit_compile=self._trials._jit_compile
+            )
+        try:
+            return tree.map_structure(
+                lambda leaf: None if leaf is None else _to_host(leaf),
+                self._compiled[key](_join(groups), *arguments),
+            )
+        finally:
+            self._backend.publish()
+
+    # What is traced.
+
+    def _prepare(self):
+        if any(map(self._hooks.overrides, ("on_micro_batch", "compute_loss"))):
+            self._state.seat_rng(ops.zeros((), "int32"))
+        share = Share.whole(ops.ones((), "int32"))
+        return self._passes.info(ops.zeros((), "int32"), share)
+
+    def _change(self, batch):
+        with Scratch(self._variables):
+            info = self._prepare()
+            self._hooks._log_book.open()
+            batch = self._hooks.on_micro_batch(batch, info)
+            self._hooks._log_book.take()
+        return batch
+
+    def _run(self, batch, otherness):
+        """Measure rows; by other weights where `otherness`, a scalar, is 1."""
+        hooks, layers, rows = self._hooks, [], []
+        size = _size(batch)
+
+        def observe(operation, tensor):
+            if _has_rows(tensor, size):
+                layers.append(operation)
+                rows.append(_digest(tensor))
+
+        with Scratch(self._variables) as scope:
+            for variable in hooks.model.trainable_variables:
+                variable.assign(_moved(variable.value, otherness))
+            info = self._prepare()
+            random = [v for v in self._variables if is_random_state(v)]
+            before = [v.value for v in random]
+            hooks._log_book.open()
+            with (
+                recording(self._operations, observe),
+                self._passes.layers_in_window(info.index),
+            ):
+                measured = self._passes.objective.measure(batch, info)
+            hooks._log_book.take()
+            draws = any(
+                v.value is not value
+                for v, value in zip(random, before, strict=True)
+            ) or any(map(is_random_state, scope.strangers_written.values()))
+        losses = measured.weighted
+        self._traced[size // self._rows] = _Traced(
+            origins=[loss.origin for loss in losses],
+            is_sum=[loss.is_sum for loss in losses],
+            layers=layers,
+            draws=draws,
+        )
+        return {
+            "means": measured.means(),
+            "denominators": measured.denominators(),
+            "rows": rows,
+        }
+
+
+def _at(runs, index):
+    """Take the values of one loss out of runs."""
+    return LossValues(
+        means={k: float(run.means[index]) for k, run in runs.items()},
+        totals={k: float(run.totals[index]) for k, run in runs.items()},
+        counts={k: float(run.denominators[index]) for k, run in runs.items()},
+    )
+
+
+def _groups_of(window):
+    """Take four groups of rows that are spread over a window.
+
+    Two together are no more than a micro-batch, which memory is known to hold,
+    or two samples. Groups of a small window share rows: what adds up does so
+    all the same.
+
+    Returns:
+        List of four `Batch`es, or `None` where there are too few samples.
+    """
+    if window.stacked is None:
+        batch = window.parts[0]
+    else:
+        batch = map_leaves(
+            lambda leaf: np.asarray(leaf).reshape(-1, *leaf.shape[2:]),
+            window.stacked,
+        )
+    samples = _size(batch)
+    rows = min(samples // 2, max(1, max(window.sizes) // 2), MOST_ROWS)
+    if not rows:
+        return None
+    # Data may be sorted, by class for example.
+    spread = np.concatenate([np.arange(i, samples, 4) for i in range(4)])
+    places = [
+        spread[(i * samples // 4 + np.arange(rows)) % samples] for i in range(4)
+    ]
+    return [
+        map_leaves(lambda leaf, rows=rows: np.asarray(leaf)[rows], batch)
+        for rows in places
+    ]
+
+
+def _join(groups):
+    return map_leaves(lambda *leaves: np.concatenate(leaves), *groups)
+
+
+def _size(batch):
+    leaves = [leaf for leaf in tree.flatten(batch) if leaf is not None]
+    return int(leaves[0].shape[0])
+
+
+def _leaves(batch, rows):
+    return [
+        np.asarray(leaf, "float64")[:rows]
+        for leaf in tree.flatten(batch)
+        if leaf is not None
+    ]
+
+
+def _to_host(leaf):
+    return np.asarray(ops.convert_to_numpy(leaf))
+
+
+def _is_same(one, other):
+    """Whether rows are the same, whatever is no number left out."""
+    largest = np.abs(np.nan_to_num(one)).max(initial=0.0)
+    gap = np.abs(np.nan_to_num(one - other)).max(initial=0.0)
+    return gap <= SAME_ROW * largest
+
+
+def _is_half(model):
+    return any(
+        layer.compute_dtype in ("float16", "bfloat16")
+        for layer in flatten_layers(model)
+    )
+
+
+def _has_rows(tensor, size):
+    """Whether a tensor is of floats, one row for each sample."""
+    if "float" not in str(tensor.dtype) or len(tensor.shape) == 0:
+        return False
+    return tensor.shape[0] == size and all(tensor.shape)
+
+
+def _moved(value, otherness):
+    """Move weights far away, or leave them as they are where that is 0."""
+    size = int(np.prod(value.shape))
+    signs = ops.cos(ops.arange(size, dtype="float32") * 1.7)
+    factor = 1.0 + otherness * (ops.reshape(signs, value.shape) - 1.0)
+    return value * ops.cast(factor, value.dtype)
+
+
+def _digest(tensor):
+    """Tell three numbers of every row, tensor `[m, 3]`, float32."""
+    rows = ops.reshape(ops.cast(tensor, "float32"), [tensor.shape[0], -1])
+    return ops.stack(
+        [
+            ops.mean(rows, axis=1),
+            ops.mean(ops.abs(rows), axis=1),
+            ops.max(rows, axis=1),
+        ],
+        axis=1,
+    )

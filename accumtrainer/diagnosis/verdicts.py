@@ -1,0 +1,175 @@
+"""Tells by its values on groups of rows what a loss is.
+
+A loss that adds up over rows, once it is multiplied by what it was divided by,
+has for groups A, B, C and D
+
+    f(A, B) + f(C, D) = f(A, D) + f(C, B)
+
+where all batches have one shape, so that whatever depends on shapes alone is
+left out, as are random numbers that are the same in all of them. What it is
+divided by shows in batches of other sizes. Pure: see `Trials` for the rest.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+QUADRUPLES = (
+    ((0, 1), (0, 3), (2, 1), (2, 3)),
+    ((0, 2), (0, 3), (1, 2), (1, 3)),
+)
+"""Pairs of groups, by the formula above: the outer two, and the inner two.
+
+Coupling may fail to show in one quadruple, where groups happen to be alike.
+"""
+
+Verdict = Literal["right", "sum", "other", "couples", "mixes", "unknown"]
+"""What a trial says of a loss.
+
+`"right"`: it is what it says it is. `"sum"`: it adds up over examples, and is
+no mean. `"other"`: a mean, but not over what it says. `"couples"`: it couples
+examples. `"mixes"`: one of these two. `"unknown"`: nobody can tell.
+"""
+
+# How far, relative to the largest, values of a loss may be from adding up and
+# still do; and from how far on they do not. In between is rounding, perhaps.
+ADDS_UP_WITHIN = 5e-6
+FAILS_FROM = {"float32": 2e-5, "half": 2e-2}
+# The same of values on batches of different sizes, which compilers may round
+# otherwise, and random layers do otherwise altogether.
+SIZES_AGREE_WITHIN = {"float32": 1e-4, "half": 5e-2, "random": 0.3}
+# How far shares that three parts of a batch show, two by two, may disagree.
+SHARES_AGREE_WITHIN = 0.02
+# The same of one share with two models.
+WEIGHTS_AGREE_WITHIN = 1e-3
+# Of values that differ less, relative to the largest, nothing can be said.
+LEAST_SPREAD = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossTrial:
+    """What a trial has shown of one loss.
+
+    Args:
+        verdict: see `Verdict`.
+        origin: str, where a bare scalar comes from; `""` for other losses.
+        rows: how many rows each of two groups has.
+        shown: how much the first group counts, the second counting 1, as the
+            values of the loss show it; `None` where they do not.
+        stated: the same as the loss states it.
+    """
+
+    verdict: Verdict
+    origin: str = ""
+    rows: int = 0
+    shown: float | None = None
+    stated: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossValues:
+    """One loss on groups of rows: dicts from their places to floats."""
+
+    means: dict[tuple[int, ...], float]
+    totals: dict[tuple[int, ...], float]
+    counts: dict[tuple[int, ...], float]
+
+
+def _judge(values, is_sum, kind):
+    """Judge one loss by its values on groups of rows, a `LossTrial`."""
+    means = np.array(list(values.means.values()))
+    if not np.isfinite(means).all():
+        return LossTrial(verdict="unknown")
+    if np.ptp(means) <= LEAST_SPREAD * np.abs(means).max():
+        return LossTrial(verdict="unknown")
+    coupling = max(_coupling(values.totals), _coupling(values.counts))
+    within = SIZES_AGREE_WITHIN[kind]
+    sums_up = _adds_up(values.means, within)
+    if coupling <= ADDS_UP_WITHIN:
+        counts_fit = is_sum or _adds_up(values.counts, within)
+        if counts_fit and _adds_up(values.totals, within):
+            return LossTrial(verdict="right")
+        if sums_up:
+            return LossTrial(verdict="sum")
+    if kind == "float32":
+        if sums_up:
+            return LossTrial(verdict="sum")
+        shown = _share(values.means)
+        if shown is not None:
+            one, other = values.counts[0,], values.counts[1,]
+            stated = one / other if other else np.inf
+            fits = abs(stated / shown - 1) < SHARES_AGREE_WITHIN
+            return LossTrial(
+                verdict="unknown" if fits else "other",
+                shown=shown,
+                stated=stated,
+            )
+    if coupling <= FAILS_FROM["half" if kind == "half" else "float32"]:
+        return LossTrial(verdict="unknown")
+    return LossTrial(verdict="couples" if kind == "float32" else "mixes")
+
+
+def judge_loss(here, elsewhere, is_sum, kind):
+    """Judge one loss by the values it has with two models.
+
+    Args:
+        here: `LossValues`.
+        elsewhere: `LossValues` of the same loss with another model.
+        is_sum: bool, whether it says that it is a sum.
+        kind: as in `SIZES_AGREE_WITHIN`.
+    """
+    trial = _judge(here, is_sum, kind)
+    if trial.verdict == "right":
+        other = _judge(elsewhere, is_sum, kind)
+        return other if other.verdict in ("couples", "mixes") else trial
+    if trial.verdict == "other":
+        # A Dice loss is a mean by what is predicted; its gradient is none.
+        shown = _share(elsewhere.means)
+        is_same = shown is not None and (
+            abs(shown / trial.shown - 1) < WEIGHTS_AGREE_WITHIN
+        )
+        return trial if is_same else replace(trial, verdict="couples")
+    return trial
+
+
+def _coupling(values):
+    """Say how far values are from adding up over groups, relative."""
+    largest = max(abs(value) for value in values.values())
+    over = max(
+        abs(values[one] - values[other] - values[third] + values[fourth])
+        for one, other, third, fourth in QUADRUPLES
+    )
+    return over / (largest or 1.0)
+
+
+def _adds_up(values, within):
+    """Whether values on two groups are the sums of those on each."""
+    largest = max(abs(value) for value in values.values())
+    return all(
+        abs(values[i, j] - values[i,] - values[j,]) <= within * largest
+        for i, j in ((0, 1), (0, 2), (2, 1))
+    )
+
+
+def _share(means):
+    """Say how much group 0 counts beside 1, where a loss is some mean.
+
+    A mean over samples (or tokens, or weights) has on two parts together a
+    value between its two, nearer to the one that counts more; and the shares
+    that three parts show two by two fit together.
+
+    Returns:
+        float, or `None` where it is no mean.
+    """
+    shares = {}
+    for i, j in ((0, 1), (2, 1), (0, 2)):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            shares[i, j] = np.divide(
+                means[j,] - means[i, j], means[i, j] - means[i,]
+            )
+    fitting = shares[0, 2] * shares[2, 1] / shares[0, 1]
+    is_mean = min(shares.values()) > 0
+    if is_mean and abs(fitting - 1) < SHARES_AGREE_WITHIN:
+        return float(shares[0, 1])
+    return None
