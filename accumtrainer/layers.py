@@ -2,7 +2,7 @@
 
 import abc
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 

@@ -106,7 +106,10 @@ class GradientAccumulation(Callback):
             self._accumulator = FitAccumulator(
                 model, self._accumulation, **self._options
             )
-        self._accumulator.install(self.params["steps"])
+        is_told = self.params.get("verbose", 0)
+        self._accumulator.install(
+            self.params["steps"], announce=print if is_told else _say_nothing
+        )
         self._is_training = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -127,3 +130,7 @@ class GradientAccumulation(Callback):
         if self._is_training:
             self._accumulator.uninstall()
         self._is_training = False
+
+
+def _say_nothing(line):
+    del line

@@ -405,8 +405,8 @@ LOSSES = {
     ),
 }
 ROUNDING = (
-    "It is rounding, which this model amplifies: computed in float64, the "
-    "largest error is {error:.1e}. Nothing is wrong."
+    "It is rounding: computed in float64, the largest error is {error:.1e}. "
+    "Nothing is wrong."
 )
 ON_ACCUMULATE = (
     "on_accumulate changes the gradients of each micro-batch, of which the "

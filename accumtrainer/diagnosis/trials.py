@@ -37,6 +37,9 @@ from accumtrainer.window.state import Scratch
 MOST_ROWS = 16
 """Rows of a group, which are enough to tell."""
 
+VAGUE = ("mixes", "unknown")
+"""Verdicts that leave something open."""
+
 # A row beside others is the same up to this, relative to the largest.
 SAME_ROW = 1e-5
 
@@ -157,10 +160,10 @@ class Trials:
             elif [t.origin for t in trials] == [t.origin for t in found]:
                 # What layers draw in training no longer hides what it is.
                 found = [
-                    settled if trial.verdict == "mixes" else trial
+                    settled if trial.verdict in VAGUE else trial
                     for trial, settled in zip(found, trials, strict=True)
                 ]
-            if found and all(trial.verdict != "mixes" for trial in found):
+            if found and all(trial.verdict not in VAGUE for trial in found):
                 break
         return found
 
@@ -351,7 +354,7 @@ class _Runner:
                 v.value is not value
                 for v, value in zip(random, before, strict=True)
             ) or any(map(is_random_state, scope.strangers_written.values()))
-        losses = measured.weighted
+        losses = measured.losses
         self._traced[size // self._rows] = _Traced(
             origins=[loss.origin for loss in losses],
             is_sum=[loss.is_sum for loss in losses],
@@ -385,25 +388,33 @@ def _groups_of(window):
         List of four `Batch`es, or `None` where there are too few samples.
     """
     if window.stacked is None:
-        batch = window.parts[0]
+        batch = map_leaves(_to_host, window.parts[0])
     else:
         batch = map_leaves(
-            lambda leaf: np.asarray(leaf).reshape(-1, *leaf.shape[2:]),
+            lambda leaf: _to_host(leaf).reshape(-1, *leaf.shape[2:]),
             window.stacked,
         )
     samples = _size(batch)
     rows = min(samples // 2, max(1, max(window.sizes) // 2), MOST_ROWS)
     if not rows:
         return None
-    # Data may be sorted, by class for example.
-    spread = np.concatenate([np.arange(i, samples, 4) for i in range(4)])
+    # Groups that are unlike each other show more.
+    order = np.lexsort((_sums(batch.x, samples), _sums(batch.y, samples)))
     places = [
-        spread[(i * samples // 4 + np.arange(rows)) % samples] for i in range(4)
+        order[(i * samples // 4 + np.arange(rows)) % samples] for i in range(4)
     ]
     return [
-        map_leaves(lambda leaf, rows=rows: np.asarray(leaf)[rows], batch)
-        for rows in places
+        map_leaves(lambda leaf, rows=rows: leaf[rows], batch) for rows in places
     ]
+
+
+def _sums(nest, samples):
+    """Add up the numbers of each row, array `(samples,)`."""
+    sums = np.zeros(samples)
+    for leaf in tree.flatten(nest):
+        if leaf is not None and leaf.dtype.kind in "iufb":
+            sums += np.asarray(leaf, "float64").reshape(samples, -1).sum(axis=1)
+    return np.nan_to_num(sums)
 
 
 def _join(groups):
@@ -424,6 +435,8 @@ def _leaves(batch, rows):
 
 
 def _to_host(leaf):
+    if isinstance(leaf, np.ndarray):
+        return leaf
     return np.asarray(ops.convert_to_numpy(leaf))
 
 

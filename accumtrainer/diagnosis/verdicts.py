@@ -85,7 +85,9 @@ def _judge(values, is_sum, kind):
         return LossTrial(verdict="unknown")
     coupling = max(_coupling(values.totals), _coupling(values.counts))
     within = SIZES_AGREE_WITHIN[kind]
-    sums_up = _adds_up(values.means, within)
+    # What is drawn could make a mean look like a sum.
+    exactly = SIZES_AGREE_WITHIN["half" if kind == "half" else "float32"]
+    sums_up = _adds_up(values.means, exactly)
     if coupling <= ADDS_UP_WITHIN:
         counts_fit = is_sum or _adds_up(values.counts, within)
         if counts_fit and _adds_up(values.totals, within):
@@ -95,16 +97,19 @@ def _judge(values, is_sum, kind):
     if kind == "float32":
         if sums_up:
             return LossTrial(verdict="sum")
-        shown = _share(values.means)
-        if shown is not None:
-            one, other = values.counts[0,], values.counts[1,]
-            stated = one / other if other else np.inf
-            fits = abs(stated / shown - 1) < SHARES_AGREE_WITHIN
-            return LossTrial(
-                verdict="unknown" if fits else "other",
-                shown=shown,
-                stated=stated,
-            )
+        shares = _shares(values.means)
+        if shares is not None:
+            stated = {
+                (i, j): _ratio(values.counts[i,], values.counts[j,])
+                for i, j in shares
+            }
+            if not all(
+                abs(stated[pair] / shares[pair] - 1) < SHARES_AGREE_WITHIN
+                for pair in shares
+            ):
+                return LossTrial(
+                    verdict="other", shown=shares[0, 1], stated=stated[0, 1]
+                )
     if coupling <= FAILS_FROM["half" if kind == "half" else "float32"]:
         return LossTrial(verdict="unknown")
     return LossTrial(verdict="couples" if kind == "float32" else "mixes")
@@ -120,14 +125,14 @@ def judge_loss(here, elsewhere, is_sum, kind):
         kind: as in `SIZES_AGREE_WITHIN`.
     """
     trial = _judge(here, is_sum, kind)
-    if trial.verdict == "right":
+    if trial.verdict in ("right", "unknown"):
         other = _judge(elsewhere, is_sum, kind)
         return other if other.verdict in ("couples", "mixes") else trial
     if trial.verdict == "other":
         # A Dice loss is a mean by what is predicted; its gradient is none.
-        shown = _share(elsewhere.means)
-        is_same = shown is not None and (
-            abs(shown / trial.shown - 1) < WEIGHTS_AGREE_WITHIN
+        shares = _shares(elsewhere.means)
+        is_same = shares is not None and (
+            abs(shares[0, 1] / trial.shown - 1) < WEIGHTS_AGREE_WITHIN
         )
         return trial if is_same else replace(trial, verdict="couples")
     return trial
@@ -152,24 +157,26 @@ def _adds_up(values, within):
     )
 
 
-def _share(means):
-    """Say how much group 0 counts beside 1, where a loss is some mean.
+def _shares(means):
+    """Say how much groups count beside each other, where a loss is some mean.
 
     A mean over samples (or tokens, or weights) has on two parts together a
     value between its two, nearer to the one that counts more; and the shares
     that three parts show two by two fit together.
 
     Returns:
-        float, or `None` where it is no mean.
+        Dict from pairs of groups to how much the first counts, the second
+        counting 1; or `None` where it is no mean.
     """
-    shares = {}
-    for i, j in ((0, 1), (2, 1), (0, 2)):
-        with np.errstate(divide="ignore", invalid="ignore"):
-            shares[i, j] = np.divide(
-                means[j,] - means[i, j], means[i, j] - means[i,]
-            )
-    fitting = shares[0, 2] * shares[2, 1] / shares[0, 1]
+    shares = {
+        (i, j): _ratio(means[j,] - means[i, j], means[i, j] - means[i,])
+        for i, j in ((0, 1), (2, 1), (0, 2))
+    }
+    fitting = _ratio(shares[0, 2] * shares[2, 1], shares[0, 1])
     is_mean = min(shares.values()) > 0
-    if is_mean and abs(fitting - 1) < SHARES_AGREE_WITHIN:
-        return float(shares[0, 1])
-    return None
+    fits = abs(fitting - 1) < SHARES_AGREE_WITHIN
+    return shares if is_mean and fits else None
+
+
+def _ratio(one, other):
+    return one / other if other else np.inf

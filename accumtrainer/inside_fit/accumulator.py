@@ -21,7 +21,9 @@ import time
 import numpy as np
 
 from accumtrainer import errors
+from accumtrainer.data.batches import Window, count_samples
 from accumtrainer.diagnosis.bare_losses import check_bare_losses
+from accumtrainer.diagnosis.moving_state import notes_of_state
 from accumtrainer.diagnosis.trials import Trials
 from accumtrainer.inside_fit.fit_state import make_fit_state
 from accumtrainer.inside_fit.groups import Group, Groups, check_dense
@@ -173,12 +175,14 @@ class FitAccumulator(Hooks):
             and self._trainable.difference(model) is None
         )
 
-    def install(self, batches_per_epoch):
+    def install(self, batches_per_epoch, announce):
         """Take over the model's train function, for one `fit`.
 
         Args:
             batches_per_epoch: int, or `None` where `fit` does not know it.
+            announce: function that is given lines to tell the user.
         """
+        self._announce = announce
         model = self.model
         if "make_train_function" in vars(model):
             raise ValueError(errors.OWN_TRAIN_FUNCTION.format(model=model.name))
@@ -361,6 +365,9 @@ class FitAccumulator(Hooks):
         self._can_stream = program.can_stream
         self._shown = BatchwiseProgram(program)
         self._step = BatchwiseStep(self._shown, self._backend, plan)
+        steps = self._steps_of_window()
+        for note in notes_of_state(self.model, program.moved, steps):
+            self._announce(note)
         self._program = program
         self._trains = _identity(self.model)
         self._trainable = Trainable(self.model)
@@ -379,7 +386,8 @@ class FitAccumulator(Hooks):
             trials = Trials(
                 self, self._state, run_eagerly=self.model.run_eagerly
             )
-            return trials.judge_losses(Group([batch]).window())
+            window = Window(None, (batch,), (count_samples(batch),))
+            return trials.judge_losses(window)
 
         check_bare_losses(self, losses, find_trials)
         self._checked_losses.append(losses)

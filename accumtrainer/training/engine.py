@@ -8,6 +8,7 @@ from accumtrainer.data.batches import Batch, map_leaves
 from accumtrainer.diagnosis.bare_losses import check_bare_losses
 from accumtrainer.diagnosis.equivalence import EquivalenceCheck
 from accumtrainer.diagnosis.inspection import Replay
+from accumtrainer.diagnosis.moving_state import notes_of_state
 from accumtrainer.diagnosis.trials import Trials
 from accumtrainer.keras_api import BACKEND, keras, metric_names
 from accumtrainer.observers.logs import Logs
@@ -252,6 +253,10 @@ class Engine:
         self._program = program
         self._step = Step(program, self._backend, self._plan)
         self._trainable = Trainable(self._model)
+
+    def notes_of_state(self, micro_batches):
+        """Write notes on layers whose state moves once per micro-batch."""
+        return notes_of_state(self._model, self._program.moved, micro_batches)
 
     def cut(self, window):
         """Cut a window as it will run, once that is known.

@@ -12,7 +12,6 @@ from accumtrainer.data.batches import window_of_batches
 from accumtrainer.data.position import Position, groups
 from accumtrainer.data.processes import check_processes
 from accumtrainer.keras_api import take_initial_epoch
-from accumtrainer.layers import plain_batch_normalizations
 from accumtrainer.observers.logs import Logs
 from accumtrainer.progress import Progress
 from accumtrainer.saving.callback_state import CallbackStates, announce_states
@@ -21,12 +20,6 @@ from accumtrainer.training.input_checks import InputChecks
 from accumtrainer.training.signals import Interruption
 
 NOTHING_LEFT = "the saved run has reached its end; nothing is left to train"
-
-BATCH_STATISTICS = (
-    "note: BatchNormalization takes the statistics of each micro-batch and "
-    "moves its averages {count} times per update; "
-    "accumtrainer.layers.AccumulatedBatchNormalization moves them once"
-)
 
 FIRST_OF_A_SIZE = "after the first update of this size: {plan}"
 
@@ -167,10 +160,9 @@ class FitLoop:
         is_over = self._saved is not None and is_last and not begun
         self._told_plan = self._engine.plan
         self._announce(NOTHING_LEFT if is_over else self.describe(first))
-        count = first.micro_batches
-        is_many = count > 1 and not is_over
-        if is_many and plain_batch_normalizations(self._trainer.model):
-            self._announce(BATCH_STATISTICS.format(count=count))
+        if not is_over:
+            for note in self._engine.notes_of_state(first.micro_batches):
+                self._announce(note)
         return itertools.chain(begun, upcoming)
 
     def _begun_elsewhere(self):

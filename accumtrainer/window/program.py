@@ -96,6 +96,7 @@ class WindowProgram:
         self.operations = survey.operations
         self.losses = survey.losses
         self.idle_metrics = survey.idle_metrics
+        self.moved = survey.moved
         self._surveys = {kind_of(batch): survey}
         if not hooks.optimizer.built:
             hooks.optimizer.build(hooks.model.trainable_variables)
@@ -127,6 +128,7 @@ class WindowProgram:
             self._variables.expect(survey)
             self._surveys[kind] = survey
         self.losses = self._surveys[kind].losses
+        self.moved = self._surveys[kind].moved
 
     @property
     def revision(self):

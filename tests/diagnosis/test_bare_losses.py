@@ -1,0 +1,328 @@
+"""Claims about losses that do not say what they were averaged over.
+
+Without a denominator they are refused, and with a wrong one there is a
+warning; what is said of them is what a trial has shown.
+"""
+
+import numpy as np
+import pytest
+
+from accumtrainer import Accumulation, Trainer, WeightedLoss
+from accumtrainer.callbacks import GradientAccumulation
+from accumtrainer.keras_api import keras, ops
+
+pytestmark = pytest.mark.usefixtures("without_xla")
+
+layers = keras.layers
+X = np.random.default_rng(0).normal(size=[24, 5]).astype("float32")
+Y = X[:, :3] ** 2
+
+
+def make_model(*middle):
+    return keras.Sequential(
+        [
+            keras.Input([5]),
+            layers.Dense(8, activation="tanh"),
+            *middle,
+            layers.Dense(3),
+        ]
+    )
+
+
+def mean(y, p):
+    return ops.mean(ops.square(y - p))
+
+
+def added_up(y, p):
+    return ops.sum(ops.square(y - p))
+
+
+def of_some(y, p):
+    counts = ops.cast(y > 0.3, "float32")
+    return ops.sum(counts * ops.square(y - p)) / ops.sum(counts)
+
+
+def contrastive(y, p):
+    p = ops.normalize(p, axis=-1)
+    scores = ops.log_softmax(ops.matmul(p, ops.transpose(p)) / 0.1, axis=-1)
+    return -ops.mean(ops.diagonal(scores))
+
+
+def dice(y, p):
+    overlap = 2 * ops.sum(y * p)
+    return 1 - overlap / (ops.sum(y * y) + ops.sum(p * p))
+
+
+class Sampling(layers.Layer):
+    """Draws from a normal distribution, and adds how far that is off."""
+
+    def __init__(self, reduce=ops.mean, **options):
+        super().__init__(**options)
+        self.seed = keras.random.SeedGenerator(1)
+        self.reduce = reduce
+
+    def call(self, x):
+        center, log_variance = x[:, :4], x[:, 4:]
+        off = 1 + log_variance - center**2 - ops.exp(log_variance)
+        self.add_loss(-0.5 * self.reduce(ops.sum(off, axis=-1)))
+        noise = keras.random.normal(ops.shape(center), seed=self.seed)
+        return center + ops.exp(log_variance / 2) * noise
+
+
+class Router(layers.Layer):
+    """Sends examples to experts, and adds how unevenly."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        # Weights so large that not all examples go to one expert.
+        normal = keras.initializers.RandomNormal(stddev=3.0, seed=0)
+        self.gate = layers.Dense(4, kernel_initializer=normal)
+
+    def call(self, x):
+        chances = ops.softmax(self.gate(x))
+        sent = ops.one_hot(ops.argmax(chances, axis=-1), 4)
+        self.add_loss(
+            0.1 * ops.sum(ops.mean(sent, axis=0) * ops.mean(chances, axis=0))
+        )
+        return x
+
+
+class OwnLoss(keras.Model):
+    def __init__(self, loss):
+        super().__init__()
+        self.dense = layers.Dense(3)
+        self.loss_fn = loss
+
+    def call(self, x):
+        return self.dense(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        return self.loss_fn(y, y_pred)
+
+
+def train(model, loss="mse", *, by="Trainer", denominator=None, k=4):
+    """Train for an update of batches of 6."""
+    if by == "Trainer":
+        trainer = Trainer(
+            model,
+            optimizer="sgd",
+            loss=None if isinstance(model, OwnLoss) else loss,
+            denominator=denominator,
+            accumulation=k,
+            seed=0,
+        )
+        return trainer.fit(X, Y, batch_size=6, verbose=0)
+    model.compile("sgd", loss)
+    callback = GradientAccumulation(k, denominator=denominator)
+    return model.fit(X, Y, batch_size=6, callbacks=[callback], verbose=0)
+
+
+def refusal(*arguments, **options):
+    with pytest.raises(ValueError, match="must say what it was") as caught:
+        train(*arguments, **options)
+    return str(caught.value)
+
+
+by_both = pytest.mark.parametrize("by", ["Trainer", "GradientAccumulation"])
+leaves_data_unended = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+
+ORIGINS = {
+    "loss": (lambda: (make_model(), mean), "the loss 'mean'"),
+    "loss object": (
+        lambda: (make_model(), OwnReduction(name="mine")),
+        "the loss 'mine'",
+    ),
+    "compute_loss": (lambda: (OwnLoss(mean), None), "OwnLoss.compute_loss"),
+    "add_loss": (
+        lambda: (make_model(Sampling(name="draw")), "mse"),
+        "add_loss of draw (Sampling)",
+    ),
+    "add_loss inside": (
+        lambda: (make_model(keras.Sequential([Sampling(name="in")])), "mse"),
+        "add_loss of in (Sampling)",
+    ),
+}
+
+
+class OwnReduction(keras.losses.Loss):
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return mean(y_true, y_pred)
+
+
+@pytest.mark.parametrize("name", ORIGINS)
+@leaves_data_unended
+def test_mean_over_samples_is_named_and_samples_are_proposed(name):
+    by = "Trainer" if name.startswith("loss") else "GradientAccumulation"
+    make, origin = ORIGINS[name]
+    message = refusal(*make(), by=by)
+    assert f"Received: a bare scalar from {origin}." in message
+    assert "shows that it is a mean over samples" in message
+    assert f"Say {by}(denominator='samples')" in message
+    assert "WindowLossTrainer" not in message
+    if name != "compute_loss":
+        assert "compute_loss" not in message
+
+
+COUPLING = {
+    "contrastive": lambda: (make_model(), contrastive),
+    "dice": lambda: (make_model(), dice),
+    "own contrastive": lambda: (OwnLoss(contrastive), None),
+    "router": lambda: (make_model(Router(name="router")), "mse"),
+    "beside dropout": lambda: (make_model(layers.Dropout(0.3)), contrastive),
+    "beside batch statistics": lambda: (
+        make_model(layers.BatchNormalization()),
+        contrastive,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUPLING)
+@leaves_data_unended
+def test_loss_that_couples_examples_is_not_said_to_be_a_mean(name):
+    by = "GradientAccumulation" if name == "router" else "Trainer"
+    message = refusal(*COUPLING[name](), by=by)
+    assert "shows that it couples examples" in message
+    assert "WindowLossTrainer" in message
+    assert "denominator=" not in message
+    assert f"{'Accumulation' if by == 'Trainer' else by}(combine='mean')" in (
+        message
+    )
+
+
+@by_both
+@pytest.mark.parametrize("name", ["contrastive", "router"])
+def test_wrong_denominator_is_warned_of_once(name, by):
+    model, loss = COUPLING[name]()
+    with pytest.warns(UserWarning, match="couples examples") as caught:
+        train(model, loss, by=by, denominator="samples")
+    messages = [str(warning.message) for warning in caught]
+    (message,) = [m for m in messages if "denominator" in m]
+    assert message.startswith("denominator='samples' must be")
+    assert "WindowLossTrainer" in message
+
+
+RIGHT = {
+    "mean": (lambda: (make_model(), mean), "samples"),
+    "own": (lambda: (OwnLoss(mean), None), "samples"),
+    "sampling": (lambda: (make_model(Sampling()), "mse"), "samples"),
+    "dropout": (lambda: (make_model(layers.Dropout(0.3)), mean), "samples"),
+    "noise": (lambda: (make_model(layers.GaussianNoise(0.3)), mean), "samples"),
+    "statistics": (
+        lambda: (make_model(layers.BatchNormalization()), mean),
+        "samples",
+    ),
+    "of some": (
+        lambda: (make_model(), of_some),
+        lambda batch: ops.sum(ops.cast(batch.y > 0.3, "float32")),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_denominator_is_not_warned_of(name):
+    by = "GradientAccumulation" if name == "sampling" else "Trainer"
+    make, denominator = RIGHT[name]
+    train(*make(), by=by, denominator=denominator)  # warnings are errors
+
+
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [
+        (lambda: (make_model(), added_up), "reduction='sum'"),
+        (lambda: (OwnLoss(added_up), None), "WeightedLoss(value, None)"),
+        (
+            lambda: (make_model(Sampling(ops.sum)), "mse"),
+            "give add_loss one value per example",
+        ),
+    ],
+    ids=["loss", "compute_loss", "add_loss"],
+)
+def test_sum_is_told_from_a_mean(make, remedy):
+    message = refusal(*make())
+    assert "adds up over samples" in message
+    assert remedy.lower() in message.lower()
+    assert "denominator=" not in message
+    with pytest.warns(UserWarning, match="adds up over samples"):
+        train(*make(), denominator="samples")
+
+
+def test_mean_over_something_else_is_told_from_one_over_samples():
+    message = refusal(make_model(), of_some)
+    assert "is a mean over something else, such as tokens" in message
+    assert "Say Trainer(denominator=fn)" in message
+    assert "denominator='samples'" not in message
+    with pytest.warns(UserWarning, match="is a mean over something else"):
+        train(make_model(), of_some, denominator="samples")
+
+
+def test_several_bare_scalars_are_told_apart():
+    model = make_model(Sampling(name="draw"), Router(name="router"))
+    message = refusal(model)
+    assert "from add_loss of draw (Sampling) and add_loss of router" in message
+    assert "draw (Sampling) is a mean over samples" in message
+    assert "router (Router) either couples examples or" in message
+    assert "denominator='samples'" not in message
+    assert "return a WeightedLoss for each" in message
+
+
+def test_output_whose_loss_couples_examples_is_named():
+    x = keras.Input([5])
+    heads = [layers.Dense(3, name=name)(x) for name in ("a", "b")]
+    trainer = Trainer(
+        keras.Model(x, heads),
+        optimizer="sgd",
+        loss=["mse", contrastive],
+        accumulation=4,
+    )
+    with pytest.raises(ValueError, match="the loss 'contrastive'"):
+        trainer.fit(X, [Y, Y], batch_size=6, verbose=0)
+
+
+def test_too_few_samples_leave_all_remedies_open():
+    trainer = Trainer(make_model(), optimizer="sgd", loss=mean, accumulation=2)
+    with pytest.raises(ValueError, match="must say what") as caught:
+        trainer.fit(X[:1], Y[:1], batch_size=1, verbose=0)
+    message = str(caught.value)
+    assert "A trial" not in message
+    assert "denominator='samples') if it is a mean over samples" in message
+    assert "WindowLossTrainer" in message
+
+
+def test_one_micro_batch_per_update_needs_no_denominator():
+    train(make_model(), contrastive, k=1)
+    train(make_model(), contrastive, k=1, by="GradientAccumulation")
+
+
+def test_growing_window_is_refused_when_it_has_grown():
+    trainer = Trainer(
+        make_model(),
+        optimizer="sgd",
+        loss=mean,
+        accumulation=Accumulation(steps={0: 1, 1: 2}),
+    )
+    with pytest.raises(ValueError, match="is a mean over samples"):
+        trainer.fit(X, Y, batch_size=6, epochs=2, verbose=0)
+
+
+def test_trial_changes_nothing():
+    class Same(Trainer):
+        def compute_loss(self, batch, info):
+            outputs = self.model(batch.x, training=info.training)
+            loss = mean(batch.y, outputs)
+            return WeightedLoss(loss, ops.shape(outputs)[0], outputs)
+
+    def trained(trainer_type, **options):
+        keras.utils.set_random_seed(0)
+        model = make_model(layers.BatchNormalization(), layers.Dropout(0.3))
+        trainer = trainer_type(
+            model, optimizer="adam", seed=0, accumulation=4, **options
+        )
+        trainer.fit(X, Y, batch_size=6, shuffle=False, verbose=0)
+        return model
+
+    tried = trained(Trainer, loss=mean, denominator="samples")
+    other = trained(Same)
+    for one, two in zip(tried.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-6)
