@@ -9,7 +9,7 @@ import warnings
 from accumtrainer import errors
 
 
-def check_bare_losses(hooks, losses, find_trials):
+def check_bare_losses(hooks, losses, find_trials, *, owner="Trainer"):
     """Refuse bare scalars where micro-batches must be weighed.
 
     Where the user has stated what they were averaged over, a trial that shows
@@ -20,6 +20,7 @@ def check_bare_losses(hooks, losses, find_trials):
         losses: list of `WeightedLoss`, of which only the kind counts.
         find_trials: function that returns a list of `LossTrial`, one per loss,
             or an empty one where nobody can tell.
+        owner: what users give arguments to.
 
     Raises:
         ValueError: there are some, and nobody has stated anything.
@@ -40,7 +41,7 @@ def check_bare_losses(hooks, losses, find_trials):
                         stated=_stated(hooks._denominator),
                         origin=origin,
                         shown=SHOWN[verdict],
-                        remedy=_remedies({origin: verdict}, hooks._owner),
+                        remedy=_remedies({origin: verdict}, owner),
                     ),
                     stacklevel=2,
                 )
@@ -49,7 +50,7 @@ def check_bare_losses(hooks, losses, find_trials):
         errors.BARE_LOSS.format(
             origins=" and ".join(verdicts),
             shown=_shown(verdicts),
-            remedy=_remedies(verdicts, hooks._owner),
+            remedy=_remedies(verdicts, owner),
         )
     )
 

@@ -389,7 +389,7 @@ class FitAccumulator(Hooks):
             window = Window(None, (batch,), (count_samples(batch),))
             return trials.judge_losses(window)
 
-        check_bare_losses(self, losses, find_trials)
+        check_bare_losses(self, losses, find_trials, owner=self._owner)
         self._checked_losses.append(losses)
 
     def _build_model(self, batch):

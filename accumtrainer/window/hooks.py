@@ -115,7 +115,6 @@ class Hooks:
     _model_takes_training: bool
     _tracked_metrics: Any = ()
     has_window_loss = False
-    _owner = "Trainer"  # what users give arguments to, for messages
 
     def on_micro_batch(self, batch, info):
         """Change a micro-batch before the forward pass, in training only.

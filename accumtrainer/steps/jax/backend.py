@@ -5,6 +5,7 @@ are held in `programs` in between. The Keras variables are made current by
 `publish`, which whoever lets host code look must call first.
 """
 
+import contextlib
 import itertools
 import warnings
 
@@ -131,11 +132,14 @@ class JaxBackend(Backend):
         del reading, moving  # all variables are known here
         return self._devices.sum(function, shares, self._traced)
 
+    @contextlib.contextmanager
     def with_float64(self):
         """Make a scope in which float64 can be computed."""
         # Older versions of JAX have it among what they try out.
         owner = jax if hasattr(jax, "enable_x64") else jax.experimental
-        return owner.enable_x64(True)
+        # Numbers of the code are float32, and may be mixed with it.
+        with owner.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+            yield
 
     def constant(self, value):
         return jax.device_put(value)
