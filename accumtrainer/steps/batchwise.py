@@ -5,6 +5,7 @@ import numpy as np
 from accumtrainer.keras_api import keras, ops
 from accumtrainer.steps.step import Report, Step, _Layout
 from accumtrainer.window.objective import names_of
+from accumtrainer.window.passes import join_uses
 
 
 class BatchwiseProgram:
@@ -71,17 +72,17 @@ class BatchwiseProgram:
             micro_batches: scalar tensor, int32, k.
 
         Returns:
-            Dict with the scalar tensors of the epoch so far, this window
-            included, under `"running"`.
+            Pair: dict with the scalar tensors of the epoch so far, this
+            window included, under `"running"`; and which variables the
+            micro-batch uses, see `passes.uses`.
         """
-        self.run_micro_batch(batch, index, micro_batches, None, True)
-        return self._show(
-            {"running": self._program.running_logs_with(index + 1)}
-        )
+        _, used = self.run_micro_batch(batch, index, micro_batches, None, True)
+        running = self._program.running_logs_with(index + 1)
+        return self._show({"running": running}), used
 
-    def apply(self, micro_batches, is_even):
+    def apply(self, micro_batches, is_even, used):
         """See `WindowProgram.apply`."""
-        return self._show(self._program.apply(micro_batches, is_even))
+        return self._show(self._program.apply(micro_batches, is_even, used))
 
     def run_window(self, stacked):
         """See `WindowProgram.run_window`."""
@@ -111,8 +112,8 @@ class BatchwiseStep:
         self._open = _Layout()
         self._applied = _Layout()
         self._constants = {}
-
         self._program = program
+        self._used = []  # by each micro-batch of the open window
 
     def run(self, window):
         """Run a whole window.
@@ -139,10 +140,12 @@ class BatchwiseStep:
         count = self._constant(micro_batches)
 
         def run(*arguments):
-            return self._open.pack(self._program.add(*arguments))
+            running, used = self._program.add(*arguments)
+            return self._open.pack(running), used
 
         add = self._step.function("add", run)
-        packed = add(batch, self._constant(index), count)
+        packed, used = add(batch, self._constant(index), count)
+        self._used = [used] if index == 0 else [*self._used, used]
         return Report(self._open, packed, [])
 
     def apply(self, micro_batches):
@@ -154,11 +157,12 @@ class BatchwiseStep:
         Returns:
             `Report`.
         """
+        used = join_uses(self._used)
 
         def run(count):
-            return self._applied.pack(self._program.apply(count, True))
+            return self._applied.pack(self._program.apply(count, True, used))
 
-        apply = self._step.function("apply open", run)
+        apply = self._step.function(("apply open", used), run)
         packed = apply(self._constant(micro_batches))
         return Report(self._applied, packed, [])
 

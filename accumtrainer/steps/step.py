@@ -5,6 +5,7 @@ import functools
 import numpy as np
 
 from accumtrainer.keras_api import ops
+from accumtrainer.window.passes import join_uses
 from accumtrainer.window.replicas import join_parts, share_out
 
 CLOCKS = (
@@ -268,25 +269,25 @@ class Step:
         batches = window.split()[:1]
         indices = [self._constant(0, "int32")]
         totals = self._totals(batches, indices, count, is_even)
-        (ahead,) = self._look_ahead(batches, indices, count)
+        (ahead,), _ = self._look_ahead(batches, indices, count)
         return max(
             self._micro_batch_function(is_even).peak_bytes(
                 batches[0], indices[0], count, totals, ahead
             ),
-            self._apply_function(is_even).peak_bytes(count),
+            self._apply_function(is_even, program.all_used).peak_bytes(count),
         )
 
     def _run_streamed(self, window):
         is_even, count = window.is_even, self._count(window)
-        rows = self._accumulate(window)
-        packed = self._apply_function(is_even)(count)
+        rows, used = self._accumulate(window)
+        packed = self._apply_function(is_even, used)(count)
         return Report(self._layout, packed, rows)
 
-    def _apply_function(self, is_even):
+    def _apply_function(self, is_even, used):
         def apply(count):
-            return self._layout.pack(self._program.apply(count, is_even))
+            return self._layout.pack(self._program.apply(count, is_even, used))
 
-        return self.function(("apply", is_even), apply)
+        return self.function(("apply", is_even, used), apply)
 
     def gradients(self, window):
         """Compute the gradients of a window, and apply nothing.
@@ -300,7 +301,7 @@ class Step:
             of each micro-batch, list of tensors `[2]`.
         """
         is_even = window.is_even
-        rows = self._accumulate(window)
+        rows, _ = self._accumulate(window)
 
         def take(count):
             return self._program.take_gradients(count, is_even)
@@ -312,19 +313,26 @@ class Step:
         return self._constant(window.micro_batches, "int32")
 
     def _accumulate(self, window):
-        """Run the micro-batches of a window, one by one."""
+        """Run the micro-batches of a window, one by one.
+
+        Returns:
+            Pair: list of their numbers, see `Passes.run`; and which variables
+            the window uses, see `passes.uses`.
+        """
         self._program.make_accumulators()
         is_even, count = window.is_even, self._count(window)
         batches = window.split()
         indices = [self._constant(i, "int32") for i in range(len(batches))]
         totals = self._totals(batches, indices, count, is_even)
 
-        ahead = self._look_ahead(batches, indices, count)
+        ahead, used = self._look_ahead(batches, indices, count)
         calls = [
             (batch, index, count, totals, known)
             for batch, index, known in zip(batches, indices, ahead, strict=True)
         ]
-        return self._each(self._micro_batch_function(is_even), calls, is_even)
+        each = self._each(self._micro_batch_function(is_even), calls, is_even)
+        rows, marks = zip(*each, strict=True)
+        return list(rows), join_uses([*used, *marks])
 
     def _micro_batch_function(self, is_even):
         def run(batch, index, count, totals, ahead):
@@ -347,10 +355,11 @@ class Step:
         """Embed the window first, where its loss couples its examples.
 
         Returns:
-            List of what each micro-batch is to know, or of `None`.
+            Pair: list of what each micro-batch is to know, or of `None`; and
+            list of which variables have been used for it.
         """
         if not self._program.looks_ahead(len(batches)):
-            return [None] * len(batches)
+            return [None] * len(batches), []
         embed = self.function("embed", self._program.embed)
         parts = [
             embed(b, i, count) for b, i in zip(batches, indices, strict=True)
@@ -358,7 +367,8 @@ class Step:
         differentiate = self.function(
             "differentiate", self._program.differentiate
         )
-        return differentiate(parts, count)
+        ahead, used = differentiate(parts, count)
+        return ahead, [used]
 
     def _each(self, function, calls, is_even):
         """Call a compiled function for one micro-batch after the other."""

@@ -46,8 +46,6 @@ class Passes:
     Attributes:
         objective: `Objective`.
         tracked: as given.
-        used: set of int, the positions of the trainable variables that have
-            had a gradient.
         measures_gradients: whether to report the norm of each micro-batch's
             gradient too. What has been compiled does not notice a change.
     """
@@ -70,7 +68,6 @@ class Passes:
         )
         self.objective = Objective(hooks)
         self.tracked = tracked
-        self.used = set()
         self.measures_gradients = False
 
     @functools.cached_property
@@ -275,7 +272,6 @@ class Passes:
         book.open()
         weight = summary["gradient_weight"]
         gradients, norm = self._weigh(gradients, weight, share, info)
-        self._note_used(gradients)
         tally.add(
             summary["numerators"],
             summary["denominators"],
@@ -358,13 +354,6 @@ class Passes:
             for position, g in enumerate(gradients)
         ]
 
-    def _note_used(self, gradients):
-        self.used.update(
-            position
-            for position, gradient in enumerate(gradients)
-            if gradient is not None
-        )
-
     def measure_weights(self, batch, index, share):
         """Measure a micro-batch's denominators, without effect.
 
@@ -436,7 +425,6 @@ class Passes:
             # As large as a gradient that counts k times and is divided by k.
             count = ops.cast(micro_batches, "float32")
             gradients = [None if g is None else g * count for g in gradients]
-        self._note_used(gradients)
         return cotangents, loss, gradients
 
     # Several micro-batches of one shape, `Batch` of tensors `[k, m, ...]`.
@@ -453,11 +441,14 @@ class Passes:
             ahead: pair as in `run`, the cotangents stacked, or `None`.
 
         Returns:
-            Pair: tensor `[k, n]`, see `run`; and the new sums.
+            Triple: tensor `[k, n]`, see `run`; the new sums; and what has
+            been added to them, see `uses`.
         """
         cotangents, loss = ahead or (None, None)
+        used = None
 
         def body(index, item, sums):
+            nonlocal used
             batch, cotangents = item
             row, gradients = self.run(
                 batch,
@@ -466,11 +457,13 @@ class Passes:
                 tally,
                 ahead=(cotangents, loss) if ahead else None,
             )
+            used = uses(gradients)
             return row, self.add(sums, gradients)
 
-        return self._backend.scan(
+        rows, sums = self._backend.scan(
             body, (stacked, cotangents), length(stacked), sums
         )
+        return rows, sums, used
 
     def scan_weights(self, stacked, share, begun=0):
         """Add up the denominators of micro-batches; see `measure_weights`."""
@@ -491,6 +484,38 @@ class Passes:
             body, stacked, share.micro_batches, dtypes=self._cache.dtypes
         )
         return parts
+
+
+def uses(gradients):
+    """Mark which gradients there are.
+
+    A compiled function that returns the marks returns no tensors: they are a
+    part of the structure of its result, as tracing has found it.
+
+    Args:
+        gradients: list of tensors, or of `None` where a variable is not used.
+
+    Returns:
+        Tuple with `()` in the place of each tensor, and `None` elsewhere.
+
+    Example:
+        >>> uses([1.0, None])
+        ((), None)
+    """
+    return tuple(None if g is None else () for g in gradients)
+
+
+def join_uses(marks):
+    """Mark what any of several, a list of what `uses` returned, has used.
+
+    Example:
+        >>> join_uses([((), None, None), (None, (), None)])
+        ((), (), None)
+    """
+    return tuple(
+        None if all(mark is None for mark in each) else ()
+        for each in zip(*marks, strict=True)
+    )
 
 
 def length(stacked):

@@ -34,7 +34,7 @@ from accumtrainer.window.gradient_cache import (
     split,
     split_rows,
 )
-from accumtrainer.window.passes import Passes, length
+from accumtrainer.window.passes import Passes, join_uses, length, uses
 from accumtrainer.window.replicas import Share
 from accumtrainer.window.shared_window import SharedWindow, share_of
 from accumtrainer.window.survey import Survey, kind_of
@@ -153,6 +153,11 @@ class WindowProgram:
         return self._variables.parts
 
     @property
+    def all_used(self):
+        """What a window that uses all variables returns, see `passes.uses`."""
+        return uses(self._hooks.model.trainable_variables)
+
+    @property
     def passing(self):
         """See `WindowVariables.passing`."""
         return self._variables.passing
@@ -254,11 +259,13 @@ class WindowProgram:
                 )
                 ahead = split_rows(cotangents, parts[0]), loss
                 sums = self._passes.add(sums, gradients)
-            per_micro_batch, sums = self._passes.scan(
+            per_micro_batch, sums, used = self._passes.scan(
                 stacked, share, self._variables.window, sums, ahead=ahead
             )
+            if looks_ahead:
+                used = join_uses([used, uses(gradients)])
             report = self._update.apply(
-                ops.cast(micro_batches, "int32"), weighing, list(sums)
+                ops.cast(micro_batches, "int32"), weighing, list(sums), used
             )
         return report | {"per_micro_batch": per_micro_batch}
 
@@ -280,9 +287,9 @@ class WindowProgram:
             totals = self._shared.totals(shares, share)
             share = share._replace(totals=totals)
         self._variables.keep_start()
-        sums, per_micro_batch = self._shared.run(shares, share)
+        sums, per_micro_batch, used = self._shared.run(shares, share)
         report = self._update.apply(
-            ops.cast(share.total, "int32"), weighing, sums
+            ops.cast(share.total, "int32"), weighing, sums, used
         )
         self._variables.window.clear()
         return report | {"per_micro_batch": per_micro_batch}
@@ -303,7 +310,8 @@ class WindowProgram:
             ahead: what `differentiate` returns for it, if it was called.
 
         Returns:
-            Tensor `[n]`, see `Passes.run`.
+            Pair: tensor `[n]`, see `Passes.run`; and which variables it
+            uses, see `passes.uses`.
         """
         self._variables.keep_start(is_first=ops.equal(index, 0))
         share = Share.whole(micro_batches, self._weighing(is_even), totals)
@@ -311,7 +319,7 @@ class WindowProgram:
             batch, index, share, self._variables.window, ahead
         )
         self._variables.accumulate(gradients)
-        return numbers
+        return numbers, uses(gradients)
 
     def measure_weights(self, batch, index, micro_batches):
         """Measure a micro-batch's denominators, without effect.
@@ -351,14 +359,16 @@ class WindowProgram:
             micro_batches: scalar tensor, int32, k.
 
         Returns:
-            List of k pairs, what `run_micro_batch` takes as `ahead`.
+            Pair: list of k pairs, what `run_micro_batch` takes as `ahead`;
+            and which variables the loss itself uses, see `passes.uses`.
         """
         cotangents, loss, gradients = self._differentiate(
             join(parts), micro_batches
         )
         self._variables.accumulate(gradients)
         embeddings = [embedding for embedding, _ in parts]
-        return [(c, loss) for c in split(cotangents, embeddings)]
+        ahead = [(c, loss) for c in split(cotangents, embeddings)]
+        return ahead, uses(gradients)
 
     def _differentiate(self, joined, micro_batches):
         self._variables.put_back()
@@ -366,12 +376,13 @@ class WindowProgram:
             joined, micro_batches, self._variables.window
         )
 
-    def apply(self, micro_batches, is_even):
+    def apply(self, micro_batches, is_even, used):
         """Apply what `run_micro_batch` has accumulated.
 
         Args:
             micro_batches: scalar tensor, int32, k.
             is_even: Python bool, as given to `run_micro_batch`.
+            used: which variables the window uses, see `passes.uses`.
 
         Returns:
             See `Update.apply`.
@@ -380,6 +391,7 @@ class WindowProgram:
             micro_batches,
             self._weighing(is_even),
             self._variables.accumulated,
+            used,
         )
         self._variables.clear_sums()
         return report

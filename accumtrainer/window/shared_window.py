@@ -2,7 +2,7 @@
 
 from accumtrainer.keras_api import ops
 from accumtrainer.window.objective import metric_variables
-from accumtrainer.window.passes import length
+from accumtrainer.window.passes import join_uses, length
 from accumtrainer.window.replicas import Merger, Share, in_row
 
 
@@ -56,15 +56,21 @@ class SharedWindow:
             share: what `share_of` says of them, with weighing and totals.
 
         Returns:
-            Pair: the sums of gradients, list of tensors, float32; and a
+            Triple: the sums of gradients, list of tensors, float32; a
             tensor `[k, n]` of the numbers of what was run, see `Passes.run`,
-            added up over all replicas that count it.
+            added up over all replicas that count it; and which variables the
+            window uses, see `passes.uses`.
         """
         merger, overwritten = self._merger, self._passes.overwritten
 
+        used = None
+
         def run(replica, shares):
+            nonlocal used
             before = merger.begin(replica)
-            sums, rows = self._run_one(shares, share._replace(replica=replica))
+            sums, rows, used = self._run_one(
+                shares, share._replace(replica=replica)
+            )
             for position in overwritten:
                 sums[position] = in_row(
                     sums[position], replica, self._backend.replicas
@@ -79,7 +85,7 @@ class SharedWindow:
             weights = layer.window_weights
             if weights and all(id(weight) in known for weight in weights):
                 layer.merge([known[id(weight)] for weight in weights])
-        return sums, rows
+        return sums, rows, used
 
     def _sum_over_replicas(self, function, shares):
         moving = [*self._merger.variables, *self._variables.start]
@@ -96,22 +102,26 @@ class SharedWindow:
         """Run one replica's micro-batches.
 
         Returns:
-            Pair: its sums of gradients, and its rows `[k, n]` of numbers.
+            Triple: its sums of gradients, its rows `[k, n]` of numbers, and
+            which variables it uses.
         """
         is_first = ops.equal(share.replica, 0)
         tally = self._variables.window
         sums, rows, begun = self._passes.no_sums(), [], 0
+        used = []
 
         def run(stacked, begun, sums):
             return self._passes.scan(stacked, share, tally, sums, begun)
 
         for stacked in shares.split:
-            row, sums = run(stacked, begun, sums)
+            row, sums, marks = run(stacked, begun, sums)
             rows.append(row)
+            used.append(marks)
             begun += length(stacked)
         before, others = sums, self._merger.added()
         for stacked in shares.copied:
-            row, sums = run(stacked, begun, sums)
+            row, sums, marks = run(stacked, begun, sums)
+            used.append(marks)
             rows.append(ops.where(is_first, row, ops.zeros_like(row)))
             begun += length(stacked)
         if shares.copied:
@@ -120,7 +130,7 @@ class SharedWindow:
                 ops.where(is_first, new, old)
                 for new, old in zip(sums, before, strict=True)
             ]
-        return list(sums), ops.concatenate(rows, axis=0)
+        return list(sums), ops.concatenate(rows, axis=0), join_uses(used)
 
     def _totals_of_one(self, shares, share):
         begun, totals = 0, 0.0

@@ -58,13 +58,14 @@ class Update:
         self._loss_scale = loss_scale
         self._clips = hooks.overrides("on_apply") or clips(self._optimizer)
 
-    def apply(self, micro_batches, weighing, sums):
+    def apply(self, micro_batches, weighing, sums, used):
         """Make the update, or put back what the window has changed.
 
         Args:
             micro_batches: scalar tensor, int32, k.
             weighing: `Weighing` of the window.
             sums: list of tensors, float32, its weighted gradients.
+            used: what has been added to them, see `passes.uses`.
 
         Returns:
             Dict of scalar tensors under `"window"` (this window alone),
@@ -113,7 +114,10 @@ class Update:
         self._backend.cond(
             is_finite,
             lambda: self._commit(
-                _divide(sums, divisor) if gradients is None else gradients,
+                self._for_optimizer(
+                    _divide(sums, divisor) if gradients is None else gradients,
+                    used,
+                ),
                 info,
                 means,
                 denominators,
@@ -180,9 +184,7 @@ class Update:
         """Make the update; every clock that counts updates moves."""
         state = self._state
         self._backend.apply(
-            self._optimizer,
-            self._for_optimizer(gradients),
-            self._model.trainable_variables,
+            self._optimizer, gradients, self._model.trainable_variables
         )
         state.updates.assign(state.updates.value + 1)
         state.consecutive_skips.assign(
@@ -196,16 +198,18 @@ class Update:
         count = ops.cast(info.micro_batches, "float32")
         self._add_to_epoch(means, denominators, extras, count)
 
-    def _for_optimizer(self, gradients):
+    def _for_optimizer(self, gradients, used):
         """Leave unused variables out, as Keras does, unless a hook looked."""
         looked = any(map(self._hooks.overrides, ("on_accumulate", "on_apply")))
         passes = self._passes
         return [
             gradient
-            if position in passes.used
+            if mark is not None
             or (looked and position not in passes.overwritten)
             else None
-            for position, gradient in enumerate(gradients)
+            for position, (gradient, mark) in enumerate(
+                zip(gradients, used, strict=True)
+            )
         ]
 
     def _forget(self):

@@ -27,6 +27,8 @@ from oracle import (
     update,
 )
 
+from accumtrainer import Accumulation, Trainer
+from accumtrainer.callbacks import GradientAccumulation
 from accumtrainer.keras_api import BACKEND, keras
 
 layers = keras.layers
@@ -160,6 +162,82 @@ def test_unused_variables_fare_as_in_keras(rng, name):
         make_with_unused_layer, loss="mse", make_optimizer=OPTIMIZERS[name]
     )
     pair.assert_same_weights(several_windows(rng, features_and_numbers))
+
+
+class WithTwoHeads(keras.Model):
+    """Uses a head of its own for each structure of its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = layers.Dense(4)
+        self.heads = [layers.Dense(1), layers.Dense(1)]
+        self.body.build([None, FEATURES])
+        for head in self.heads:
+            head.build([None, 4])
+        self.built = True
+
+    def call(self, inputs):
+        head = self.heads[len(inputs) - 1]
+        return head(self.body(inputs[0]))
+
+
+def train_two_heads(train, name):
+    """Return the weights after windows that use one head or the other."""
+    rng = np.random.default_rng(0)
+    model = WithTwoHeads()
+    for variable in model.trainable_variables:
+        variable.assign(0.3 * rng.normal(size=variable.shape))
+    run = train(model, OPTIMIZERS[name]())
+    for inputs in (1, 2, 1, 1, 2, 1):
+        x = rng.normal(size=[8, FEATURES]).astype("float32")
+        run((x,) * inputs, rng.normal(size=[8, 1]).astype("float32"))
+    return model.get_weights()
+
+
+def by_keras(model, optimizer):
+    model.compile(optimizer, "mse")
+    return model.train_on_batch
+
+
+def by_trainer(model, optimizer, *, micro_batch_size):
+    return Trainer(
+        model,
+        optimizer=optimizer,
+        loss="mse",
+        accumulation=Accumulation(micro_batch_size=micro_batch_size),
+    ).train_on_batch
+
+
+def inside_fit(model, optimizer):
+    model.compile(optimizer, "mse")
+    callback = GradientAccumulation(4)
+    return functools.partial(
+        model.fit, batch_size=2, shuffle=False, verbose=0, callbacks=[callback]
+    )
+
+
+@leaves_variables_unused
+@pytest.mark.parametrize(
+    "train",
+    [
+        pytest.param(
+            functools.partial(by_trainer, micro_batch_size=2), id="fused"
+        ),
+        pytest.param(
+            functools.partial(by_trainer, micro_batch_size=3), id="streamed"
+        ),
+        pytest.param(
+            inside_fit,
+            id="inside fit",
+            marks=keras_3_only("has a fit of its own kind, which is refused"),
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["AdamW", "momentum"])
+def test_variables_used_by_some_windows_fare_as_in_keras(name, train):
+    ours, keras_own = (train_two_heads(one, name) for one in (train, by_keras))
+    for one, other in zip(ours, keras_own, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 # Embeddings: the same words in every micro-batch.
