@@ -47,9 +47,9 @@ def watch_programs():
     """Note in `REDUCED` what every program reduces that is compiled."""
     trace = Compiled._trace
 
-    def watch(self, leaves, treedef):
+    def watch(self, leaves, *arguments):
         with reads_noted():
-            program = trace(self, leaves, treedef)
+            program = trace(self, leaves, *arguments)
         REDUCED.extend(reductions(self, program, leaves))
         return program
 
