@@ -3,6 +3,9 @@
 #   make demo     train the digits example
 #   make test     run the tests, once per backend, and then what holds with
 #                 Keras Core too, again once per backend
+#   make test-python3.12  the same with that Python, and the newest versions of
+#                 everything, in .venv-3.12; make test-pythons with each Python
+#                 from 3.11 to 3.13 that is on the PATH or among pyenv's
 #   make check    what continuous integration expects: format, lint, types,
 #                 tests, doctests
 #   make bench    compare the speed with Keras's own fit, and more
@@ -21,6 +24,9 @@
 # make bench BENCH_ARGS="--cells mlp"  and to the benchmark
 
 PYTHON ?= python3
+PYTHONS ?= 3.11 3.12 3.13
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 BACKENDS ?= tensorflow jax
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
@@ -35,13 +41,13 @@ endif
 export KERAS_BACKEND := $(firstword $(BACKENDS))
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-BIN := .venv/bin
-INSTALLED := $(BACKENDS:%=.venv/.installed-%)
+BIN := $(VENV)/bin
+INSTALLED := $(BACKENDS:%=$(VENV)/.installed-%)
 TESTS := $(BACKENDS:%=test-%)
 KERAS_CORE_TESTS := $(BACKENDS:%=test-keras_core-%)
 
-.PHONY: demo test $(TESTS) $(KERAS_CORE_TESTS) check lint types doctest bench \
-	bench-quick bench-peers soak fuzz format clean
+.PHONY: demo test $(TESTS) $(KERAS_CORE_TESTS) test-pythons check lint types \
+	doctest bench bench-quick bench-peers soak fuzz format clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
 
@@ -67,6 +73,23 @@ ON_KERAS_CORE := $(wildcard $(patsubst %,tests/*/test_%.py, \
 $(KERAS_CORE_TESTS): test-keras_core-%: $(INSTALLED)
 	ACCUMTRAINER_KERAS=keras_core KERAS_BACKEND=$* $(BIN)/python -m pytest \
 		-n 2 $(BY_FILE) -rs $(PYTEST_ARGS) $(ON_KERAS_CORE)
+
+# The same in another environment. The backend that is exported above is not
+# the only one there.
+find_python = $(firstword $(foreach path, \
+	python$1 $(wildcard $(HOME)/.pyenv/versions/$1.*/bin/python), \
+	$(shell $(path) -c 'import sys; print(sys.executable)' 2>/dev/null)))
+
+test-python%:
+	@test -n "$(call find_python,$*)" || \
+		(echo "There is no Python $* on the PATH or among pyenv's."; exit 1)
+	env -u KERAS_BACKEND $(MAKE) test BACKENDS="$(BACKENDS)" CONSTRAINTS= \
+		VENV=.venv-$* PYTHON=$(call find_python,$*)
+
+test-pythons:
+	for version in $(foreach v,$(PYTHONS),$(if $(call find_python,$v),$v)); do \
+		$(MAKE) test-python$$version BACKENDS="$(BACKENDS)" || exit 1; \
+	done
 
 check: lint types test doctest
 
@@ -122,11 +145,11 @@ clean:
 # the next target then installs again, all backends at once.
 EMPTY :=
 EXTRAS := $(subst $(EMPTY) ,$(EMPTY),dev $(BACKENDS:%=,%))
-$(INSTALLED) &: pyproject.toml constraints.txt
-	@echo "Installing for $(BACKENDS) into .venv; this takes some minutes."
-	$(PYTHON) -m venv .venv
+$(INSTALLED) &: pyproject.toml $(CONSTRAINTS)
+	@echo "Installing for $(BACKENDS) into $(VENV); this takes some minutes."
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-		--editable '.[$(EXTRAS)]' --constraint constraints.txt
+		--editable '.[$(EXTRAS)]' $(CONSTRAINTS:%=--constraint %)
 	@touch $(INSTALLED)
 
 .venv-peers/.installed: benchmarks/requirements-peers.txt
@@ -137,5 +160,5 @@ $(INSTALLED) &: pyproject.toml constraints.txt
 	@touch $@
 
 # The one of all the backends in use.
-.venv/.installed: $(INSTALLED)
+$(VENV)/.installed: $(INSTALLED)
 	@touch $@
