@@ -194,6 +194,39 @@ NOT_AN_ARRAY = (
     "np.asarray, and pad or densify ragged and sparse data."
 )
 
+SPARSE = (
+    "{name} must hold dense arrays, since windows stack them. Received: "
+    "{received}. Make it dense (toarray() of SciPy, todense() of JAX, "
+    "tf.sparse.to_dense, to_tensor() of a RaggedTensor); where the whole is "
+    "too large for that, give a generator or a PyDataset that makes every "
+    "batch dense."
+)
+
+TEXT = "{name} must hold numbers {rule}. Received: text. {remedy}"
+
+NUMBER_LABELS = (
+    "Number the classes: classes, y = np.unique(y, return_inverse=True); or "
+    "use keras.layers.StringLookup beforehand."
+)
+
+NUMBER_TEXT = (
+    "Turn it into numbers beforehand, for example by a "
+    "keras.layers.TextVectorization in a tf.data pipeline."
+)
+
+TEXT_UNDER_XLA = (
+    "jit_compile must be left out, or be False, where {name} holds text, which "
+    "XLA does not know. Received: jit_compile=True. Leave it out, or turn the "
+    "text into numbers beforehand, in a tf.data pipeline."
+)
+
+RAGGED_PREDICTIONS = (
+    "x must lead to predictions of one shape but for the number of samples, "
+    "because JAX has no ragged arrays to join others in. Received: predictions "
+    "of shapes {before} and {now}. Pad x to one length (with a mask, if need "
+    "be), or call predict once for each length."
+)
+
 EVERYTHING_DROPPED = (
     "tail='drop' must leave something to train on. Received: {batches} loader "
     "batches in epoch {epoch}, fewer than the {steps} of one update. Use "

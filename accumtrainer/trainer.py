@@ -357,8 +357,9 @@ class Trainer(Hooks):
             validation_split: fraction of the arrays kept for validation.
             validation_data: `(x, y)` or what `x` may be, the same in every
                 process; a dict of these validates on several named sets.
-            shuffle: whether arrays and PyDatasets are shuffled each epoch. The
-                order depends on `seed` and on how many epochs came before, in
+            shuffle: whether arrays and PyDatasets are shuffled each epoch, or
+                `"batch"` to shuffle arrays within each batch alone. The order
+                depends on `seed` and on how many epochs came before, in
                 earlier calls or by `initial_epoch`, whichever are more.
             class_weight: dict from class to weight.
             sample_weight: weights of the samples, where x is arrays.

@@ -44,7 +44,8 @@ class ArraySource(Source):
             outputs holds for each of them.
         batch_size: samples in a loader batch. `None` means 32 or, with
             `steps`, the data divided by them.
-        shuffle: whether every pass has an order of its own.
+        shuffle: whether every pass has an order of its own; `"batch"` for one
+            within every batch, whose samples stay together.
         seed: whole number of at least 0. The order of a pass depends only on
             it and on the index of the pass.
         class_weight: dict `{class: weight}`, or `None`.
@@ -159,7 +160,13 @@ class ArraySource(Source):
     def _order(self, pass_index):
         if not self._shuffle:
             return np.arange(self._samples, dtype=np.intp)
-        return permutation(self._samples, self._seed, pass_index)
+        if self._shuffle != "batch":
+            return permutation(self._samples, self._seed, pass_index)
+        keys = np.random.default_rng((self._seed, pass_index)).random(
+            self._samples
+        )
+        batch = np.arange(self._samples) // self.batch_size
+        return np.lexsort((keys, batch)).astype(np.intp, copy=False)
 
 
 def _spread_sample_weight(data):

@@ -251,6 +251,30 @@ def name_of(field, path):
     return field + "".join(f"[{key!r}]" for key in path)
 
 
+def refuse_sparse(name, nest):
+    """Refuse sparse and ragged tensors, saying how to make them dense.
+
+    They are known by their names, of modules that need not be there.
+
+    Args:
+        name: what the user calls the nest, for the message.
+        nest: anything.
+
+    Raises:
+        TypeError: a leaf is sparse or ragged.
+    """
+    for leaf in leaves(nest):
+        kind = type(leaf)
+        is_sparse = kind.__name__ in ("RaggedTensor", "SparseTensor")
+        module = kind.__module__
+        if is_sparse or module.startswith(("scipy.sparse", "jax.experimental")):
+            raise TypeError(
+                errors.SPARSE.format(
+                    name=name, received=f"{module}.{kind.__name__}"
+                )
+            )
+
+
 def as_arrays(nest, name, *, copy=False):
     """Turn every leaf of a nest into a NumPy array.
 
@@ -271,6 +295,7 @@ def as_arrays(nest, name, *, copy=False):
     Raises:
         TypeError: a leaf is no dense array with one row per sample.
     """
+    refuse_sparse(name, nest)
     return map_leaves(lambda leaf: _as_array(leaf, name, copy), nest)
 
 

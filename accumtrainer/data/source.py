@@ -193,7 +193,7 @@ def check_ends(source, argument, others=""):
 
 
 def check_sizes(batch_size, shuffle, steps):
-    """Refuse sizes that are no numbers and a `shuffle` that is no bool."""
+    """Refuse sizes that are no numbers and a `shuffle` that nobody knows."""
     if batch_size is not None:
         require_count(
             "batch_size", batch_size, "Give the samples of a loader batch."
@@ -202,9 +202,10 @@ def check_sizes(batch_size, shuffle, steps):
         require_count(
             "steps_per_epoch", steps, "Leave it out for one pass per epoch."
         )
-    if not isinstance(shuffle, (bool, np.bool_)):
+    is_batch = isinstance(shuffle, str) and shuffle == "batch"
+    if not is_batch and not isinstance(shuffle, (bool, np.bool_)):
         raise TypeError(
-            "shuffle must be True or False. Received: "
+            "shuffle must be True, False or 'batch'. Received: "
             f"shuffle={shuffle!r}. Use True to shuffle samples before they "
             "are batched."
         )

@@ -20,12 +20,11 @@ from accumtrainer.data.batches import (
     count_samples,
     leaves,
     map_leaves,
+    refuse_sparse,
 )
 from accumtrainer.data.loaders import IterableSource, PyDatasetSource
 from accumtrainer.data.source import Source
 from accumtrainer.keras_api import keras, refuse_other_keras
-
-SPARSE_TYPES = ("RaggedTensor", "SparseTensor")
 
 
 @runtime_checkable
@@ -80,6 +79,8 @@ def make_source(
         >>> make_source(np.zeros([100, 2]), batch_size=8).batches_per_epoch
         13
     """
+    if not _is_list_of_batches(x):
+        refuse_sparse("x", x)
     if _is_array_data(x) and not (y is None and _is_list_of_batches(x)):
         return ArraySource(
             x,
@@ -132,11 +133,6 @@ def _is_list_of_batches(x):
 def _check_iterable(x):
     """Refuse what is neither array data nor a loader, saying what to give."""
     refuse_other_keras("x", x)
-    kind = type(x)
-    if kind.__name__ in SPARSE_TYPES or kind.__module__.startswith("scipy."):
-        raise TypeError(
-            errors.NOT_AN_ARRAY.format(name="x", received=kind.__name__)
-        )
     is_loader = isinstance(x, (Iterable, keras.utils.PyDataset))
     if callable(x) and not is_loader:
         raise TypeError(
@@ -188,6 +184,7 @@ def train_validation_split(x, y, sample_weight, fraction):
         >>> train.x, held.x
         (array([0, 1, 2]), array([3, 4]))
     """
+    refuse_sparse("x", x)
     if not _is_array_data(x) or (y is None and _is_list_of_batches(x)):
         raise TypeError(
             "validation_split must come with arrays as x. Received: "

@@ -5,16 +5,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from accumtrainer import errors
 from accumtrainer.data.batches import (
     Batch,
     Window,
     count_samples,
     leaves,
     map_leaves,
+    refuse_sparse,
     stack,
 )
-from accumtrainer.data.sources import SPARSE_TYPES
 from accumtrainer.keras_api import keras, ops
 
 
@@ -197,12 +196,7 @@ def check_dense(batch):
         TypeError: an array is sparse or ragged.
     """
     for name, part in batch._asdict().items():
-        for leaf in leaves(part):
-            kind = type(leaf).__name__
-            if kind in SPARSE_TYPES:
-                raise TypeError(
-                    errors.NOT_AN_ARRAY.format(name=name, received=kind)
-                )
+        refuse_sparse(name, part)
 
 
 def _signature(batch):

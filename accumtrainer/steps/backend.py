@@ -98,6 +98,19 @@ class Backend(abc.ABC):
     def has_accelerator(self) -> bool:
         """Whether there is a device other than the CPU."""
 
+    has_ragged: bool = False
+    """Whether arrays that differ in length can be joined, by `join_ragged`."""
+
+    def join_ragged(self, arrays: Sequence[np.ndarray]) -> Tensor:
+        """Join arrays along the first axis that differ on other ones.
+
+        Asked only where `has_ragged`.
+
+        Returns:
+            Ragged tensor.
+        """
+        raise NotImplementedError
+
     @property
     @abc.abstractmethod
     def compiles_evaluation(self) -> bool:

@@ -23,6 +23,7 @@ from accumtrainer.steps import Plan, Step, choose_plan, make_backend
 from accumtrainer.steps.memory import make_memory_plan
 from accumtrainer.training.evaluator import Evaluator
 from accumtrainer.training.in_flight import InFlight
+from accumtrainer.training.input_checks import compile_option, has_own_loss
 from accumtrainer.training.sizing import make_sizing
 from accumtrainer.window.objective import metric_variables, names_of
 from accumtrainer.window.program import WindowProgram
@@ -234,6 +235,9 @@ class Engine:
 
     def _build(self, window, like):
         first = window.split()[0]
+        jit_compile = compile_option(
+            first, self._jit_compile, has_own_loss=has_own_loss(self._hooks)
+        )
         self._evaluator.build_model(Batch(first.x))
         if not self._model.trainable_variables:
             raise ValueError(
@@ -247,7 +251,7 @@ class Engine:
             self._model,
             program.operations,
             self._backend,
-            jit_compile=self._jit_compile,
+            jit_compile=jit_compile,
             run_eagerly=self._run_eagerly,
         )
         self._program = program

@@ -4,11 +4,13 @@ import contextlib
 
 import numpy as np
 
+from accumtrainer import errors
 from accumtrainer.data.batches import Batch
 from accumtrainer.data.processes import items_of_all
 from accumtrainer.keras_api import tree
 from accumtrainer.observers.logs import Logs
 from accumtrainer.steps import EvaluationStep, should_compile_evaluation
+from accumtrainer.training.input_checks import compile_option, has_own_loss
 from accumtrainer.window.evaluation import EvaluationProgram
 
 
@@ -25,7 +27,9 @@ class Evaluator:
 
     def __init__(self, hooks, state, backend, *, tracked, jit_compile):
         self._has_window_loss = hooks.has_window_loss
+        self._hooks = hooks
         self._model = hooks.model
+        self._jit_compile = jit_compile
         self._backend = backend
         self._program = EvaluationProgram(
             hooks, state, backend, tracked=tracked
@@ -66,6 +70,8 @@ class Evaluator:
             for index, item in enumerate(items):
                 dispatcher.call("on_test_batch_begin", index, {})
                 window = self._slice(source, item, rows_per_pass)
+                if is_first:
+                    self._check_text(window.split()[0])
                 for batch in window.split():
                     self._step.run(batch, window.samples, is_first=is_first)
                     is_first = False
@@ -89,7 +95,8 @@ class Evaluator:
             rest: function to be called after every loader batch, or `None`.
 
         Returns:
-            Nest of NumPy arrays, one row per sample.
+            Nest of NumPy arrays, one row per sample; ragged tensors where the
+            predictions of batches differ in length, on TensorFlow.
         """
         outputs = []
         model = self._model
@@ -100,16 +107,47 @@ class Evaluator:
                 dispatcher.call("on_predict_batch_begin", index, {})
                 window = self._slice(source, item, rows_per_pass)
                 for batch in window.split():
+                    if not outputs:
+                        self._check_text(Batch(batch.x))
                     predicted = self._step.predict(Batch(batch.x))
                     outputs.append(tree.map_structure(np.asarray, predicted))
+                    self._check_shapes(outputs[0], outputs[-1])
                 dispatcher.call("on_predict_batch_end", index, {})
                 if rest is not None:
                     rest()
                 if self._agrees_on(model.stop_predicting):
                     break
-        return tree.map_structure(
-            lambda *parts: np.concatenate(parts), *outputs
+        return tree.map_structure(self._join, *outputs)
+
+    def _check_text(self, batch):
+        compile_option(
+            batch,
+            self._jit_compile,
+            has_own_loss=has_own_loss(self._hooks),
         )
+
+    def _check_shapes(self, first, other):
+        """Refuse predictions of other shapes than the first ones, on JAX."""
+        if self._backend.has_ragged:
+            return
+        pairs = zip(tree.flatten(first), tree.flatten(other), strict=True)
+        for one, other in pairs:
+            if one.shape[1:] != other.shape[1:]:
+                raise ValueError(
+                    errors.RAGGED_PREDICTIONS.format(
+                        before=one.shape, now=other.shape
+                    )
+                )
+
+    def _join(self, *parts):
+        """Join the predictions of several batches, arrays or ragged."""
+        if len(parts) == 1:
+            return parts[0]
+        if parts[0].ndim == 0:
+            return np.stack(parts)
+        if len({part.shape[1:] for part in parts}) > 1:
+            return self._backend.join_ragged(parts)
+        return np.concatenate(parts)
 
     def _agrees_on(self, flag):
         """Whether a callback of any process has set a flag of its model.

@@ -6,8 +6,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from accumtrainer import errors
-from accumtrainer.data.batches import Batch, name_of, named_arrays
-from accumtrainer.keras_api import keras
+from accumtrainer.data.batches import (
+    Batch,
+    is_text,
+    name_of,
+    named_arrays,
+)
+from accumtrainer.keras_api import BACKEND, keras
 from accumtrainer.window.losses import find_loss
 
 
@@ -51,6 +56,58 @@ class LabelRule:
         return f"from 0 to {self.classes - 1}, as the model's output has it"
 
 
+def has_own_loss(hooks):
+    """Say whether targets go to code of the user's own.
+
+    Args:
+        hooks: `Hooks`, the Trainer.
+    """
+    return hooks._compiled_loss is None or hooks.overrides("compute_loss")
+
+
+def compile_option(batch, jit_compile, *, has_own_loss):
+    """Choose whether XLA may compile what runs on a batch.
+
+    Args:
+        batch: `Batch`, the first one.
+        jit_compile: `"auto"`, `True` or `False`.
+        has_own_loss: whether targets go to code of the user's own.
+
+    Returns:
+        The same, or `False` where the batch holds text.
+
+    Raises:
+        TypeError: there is text where only numbers can be.
+        ValueError: XLA was asked for, and there is text.
+
+    Example:
+        >>> compile_option(Batch(np.ones(3)), "auto", has_own_loss=False)
+        'auto'
+    """
+    for field, part in zip(Batch._fields, batch, strict=True):
+        for path, array in named_arrays(part):
+            if not is_text(array):
+                continue
+            name = name_of(field, path)
+            _refuse_text(field, name, has_own_loss)
+            if jit_compile is True:
+                raise ValueError(errors.TEXT_UNDER_XLA.format(name=name))
+            jit_compile = False
+    return jit_compile
+
+
+def _refuse_text(field, name, has_own_loss):
+    if field == "y" and not has_own_loss:
+        rule, remedy = "for the loss", errors.NUMBER_LABELS
+    elif field == "sample_weight":
+        rule, remedy = "to weigh by", "Give one number per sample."
+    elif BACKEND != "tensorflow":
+        rule, remedy = f"on {BACKEND}, which has no text", errors.NUMBER_TEXT
+    else:
+        return
+    raise TypeError(errors.TEXT.format(name=name, rule=rule, remedy=remedy))
+
+
 def label_rules(model, loss, y):
     """Find the targets that are class numbers, and what they may be.
 
@@ -71,6 +128,8 @@ def label_rules(model, loss, y):
     outputs, names = _outputs(model)
     rules = {}
     for path, labels in named_arrays(y):
+        if is_text(labels):
+            continue  # which others refuse
         output = _paired(path, outputs, names)
         identifier = _loss_of(path, loss, outputs, names)
         rule = identifier and _label_rule(identifier, labels, output)

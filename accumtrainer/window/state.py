@@ -67,8 +67,10 @@ class TrainingState:
         self.micro_batches = _counter("micro_batches")
         self.epoch = _counter("epoch")
         self.loss_scale = _variable("loss_scale", loss_scale)
-        self.rng = keras.random.SeedGenerator(seed)
         stream = np.random.SeedSequence(seed).generate_state(1)[0]
+        # Keras's generators hold 32 bits; a longer seed is condensed.
+        is_short = seed < 2**32
+        self.rng = keras.random.SeedGenerator(seed if is_short else int(stream))
         self.stream = keras.Variable(
             # An array needs no program of its own to become a tensor.
             np.asarray(stream),

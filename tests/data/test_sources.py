@@ -205,7 +205,7 @@ def test_one_sample_weight_serves_every_output():
         ({"x": np.zeros(4), "batch_size": 0}, ValueError, "batch_size=0"),
         ({"x": np.zeros(4), "batch_size": 2.5}, TypeError, "batch_size=2.5"),
         ({"x": np.zeros(4), "steps": 0}, ValueError, "steps_per_epoch=0"),
-        ({"x": np.zeros(4), "shuffle": "batch"}, TypeError, "shuffle='batch'"),
+        ({"x": np.zeros(4), "shuffle": "rows"}, TypeError, "shuffle='rows'"),
         ({"x": np.zeros(4), "y": [1, 2, 3, 4]}, TypeError, "y must hold dense"),
         (
             {
@@ -314,8 +314,58 @@ def test_what_yields_no_batches_is_refused(x, error, message):
 
 def test_sparse_data_are_refused_with_the_remedy():
     sparse = type("SparseTensor", (), {"__iter__": lambda self: iter(())})()
-    with pytest.raises(TypeError, match="SparseTensor. Turn lists"):
+    with pytest.raises(TypeError, match="SparseTensor. Make it dense"):
         make_source(sparse)
+
+
+def sparse_of(library):
+    """Make what a library has of a sparse array `[4, 3]`, and is installed."""
+    dense = np.eye(4, 3, dtype="float32")
+    if library == "scipy":
+        scipy = pytest.importorskip("scipy.sparse")
+        return scipy.csr_matrix(dense)
+    if library == "jax":
+        return pytest.importorskip("jax.experimental.sparse").BCOO.fromdense(
+            dense
+        )
+    tf = pytest.importorskip("tensorflow")
+    if library == "ragged":
+        return tf.RaggedTensor.from_tensor(dense)
+    return tf.sparse.from_dense(dense)
+
+
+@pytest.mark.parametrize("library", ["scipy", "jax", "tensorflow", "ragged"])
+def test_sparse_data_are_refused_wherever_they_are(library):
+    sparse, dense = sparse_of(library), np.zeros([4, 3])
+    for name, arguments in {
+        "x": (sparse, dense),
+        "y": (dense, sparse),
+        "sample_weight": (dense, dense, sparse),
+    }.items():
+        message = f"^{name} must hold dense arrays"
+        with pytest.raises(TypeError, match=message):
+            make_source(*arguments)
+        with pytest.raises(TypeError, match=message):
+            next(make_source(iter([arguments])).iterate(0))
+        with pytest.raises(TypeError, match=message):
+            train_validation_split(*(*arguments, None)[:3], 0.5)
+    for nest in (sparse, {"a": sparse}, [dense, sparse]):
+        with pytest.raises(TypeError, match="^x must hold dense arrays"):
+            make_source(nest, dense)
+        with pytest.raises(TypeError, match="^x must hold dense arrays"):
+            make_source(nest)
+
+
+def test_shuffle_batch_keeps_the_samples_of_a_batch_together():
+    source = ArraySource(np.arange(22), batch_size=8, shuffle="batch", seed=3)
+    first, second = epoch_of(source, 0), epoch_of(source, 1)
+    plain = epoch_of(ArraySource(np.arange(22), batch_size=8, shuffle=False), 0)
+    assert first != second and first != plain
+    assert [sorted(batch) for batch in first] == plain
+    assert [sorted(batch) for batch in second] == plain
+    assert epoch_of(source, 1) == second
+    pydataset = make_source(Rows(9), shuffle="batch", seed=3)
+    assert epoch_of(pydataset, 0) == epoch_of(make_source(Rows(9), seed=3), 0)
 
 
 @pytest.mark.parametrize(

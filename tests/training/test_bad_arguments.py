@@ -545,7 +545,7 @@ FIT = [
             "validation_freq": (0, 1.5, "daily"),
             "fast_dev_run": (-1, 1.5, "yes"),
             "overfit_batches": (0, 0.5, True),
-            "shuffle": ("batch", 1, None),
+            "shuffle": ("rows", 1, None),
             "verbose": (3, -1, "loud", None),
             "resume_from": (5, True, ["runs/a"]),
             "fast_forward": (1, "yes", None),

@@ -40,6 +40,7 @@ class TensorFlowBackend(Backend):
     """
 
     name = "tensorflow"
+    has_ragged = True
     predicts_memory = False
     has_own_pipeline = True
     fit_hands_state_over = False
@@ -158,6 +159,18 @@ class TensorFlowBackend(Backend):
 
     def publish(self):
         """Make the Keras variables current; here they always are."""
+
+    def join_ragged(self, arrays):
+        shapes = np.array([array.shape[1:] for array in arrays])
+        differs = (shapes != shapes[0]).any(axis=0)
+        rank = int(np.flatnonzero(differs)[-1]) + 1
+        return tf.concat(
+            [
+                tf.RaggedTensor.from_tensor(array, ragged_rank=rank)
+                for array in arrays
+            ],
+            axis=0,
+        )
 
     def next_batch(self, iterator):
         return next_batch(iterator)
