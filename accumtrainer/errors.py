@@ -539,7 +539,5 @@ NOT_TRACKED = (
     "A variable that hooks or layers write to must be part of the training, or "
     "nothing saves it and a skipped update does not put it back. Received: a "
     "write to {variable!r}, which is neither the model's nor tracked. Call "
-    "self.track(...) on it before training; if it is the state of a random "
-    "generator, draw with seed=self.rng in hooks, and with a SeedGenerator "
-    "that the layer owns in layers."
+    "self.track(...) on it before training."
 )

@@ -12,11 +12,19 @@ from accumtrainer import errors
 from accumtrainer.data.batches import Batch, is_text, map_leaves
 from accumtrainer.keras_api import ops
 
-PARTS = ("model", "optimizer", "state", "tracked", "metrics", "means")
+PARTS = (
+    "model",
+    "optimizer",
+    "state",
+    "tracked",
+    "streams",
+    "metrics",
+    "means",
+)
 """Groups of variables that last from one update to the next.
 
-`state` are the Trainer's counters, loss scale and random state; `means` the
-running means of an epoch.
+`state` are the Trainer's counters, loss scale and random state; `streams` the
+random states that belong to nobody; `means` the running means of an epoch.
 """
 
 

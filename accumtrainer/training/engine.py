@@ -85,6 +85,7 @@ class Engine:
         self._last_report = None
         self._in_flight = InFlight()
         self._checked_losses = []
+        self._streams, self._settled_streams = [], 0
         self.last_window = None
         self.data_seconds = 0.0
         self._unread_windows = 0
@@ -206,6 +207,7 @@ class Engine:
                 self._build(window, like)
         with self._backend.scope():
             self._program.learn(window.split()[0])
+        self._settle_streams()
         self._program.measures_gradients = measures_gradients
         if self._sizing.is_undecided:
             self._sizing.choose(window, self._step)
@@ -373,6 +375,8 @@ class Engine:
         for part, variables in self._parts().items():
             if parts is not None and part not in parts:
                 continue
+            if part == "streams":
+                continue  # which there are shows as they are drawn from
             if is_amid_epoch or part not in PARTS_OF_EPOCH:
                 check_fits(part, variables, values[part])
 
@@ -392,7 +396,7 @@ class Engine:
         """
         self.publish()
         for part, variables in self._parts().items():
-            if parts is not None and part not in parts:
+            if part == "streams" or (parts is not None and part not in parts):
                 continue
             is_needed = is_amid_epoch or part not in PARTS_OF_EPOCH
             saved = values[part] if is_needed else values.get(part, {})
@@ -402,12 +406,25 @@ class Engine:
             self._state.settle_loss_scale(
                 self._hooks.loss_scale, was_scaled=was_scaled
             )
+            self._streams = list(values.get("streams", {}).values())
+            self._settled_streams = 0
+            if self._program is not None:
+                self._settle_streams()
         if progress is not None:
             self._progress = Progress.from_dict(progress)
             skips = keras.ops.convert_to_numpy(self._state.consecutive_skips)
             self._known_skips = int(skips)
             self._unread_windows = 0
             self._last_report = None
+
+    def _settle_streams(self):
+        """Put saved random states back that nobody knew when it was asked."""
+        streams = self._program.parts["streams"]
+        begun = self._settled_streams
+        pairs = zip(streams[begun:], self._streams[begun:], strict=False)
+        for variable, value in pairs:
+            variable.assign(value)
+        self._settled_streams = len(streams)
 
     def _parts(self):
         if self._program is not None:

@@ -10,6 +10,7 @@ from accumtrainer.keras_api import ops
 from accumtrainer.window.hooks import check_batch, check_gradients
 from accumtrainer.window.objective import (
     idle_metrics,
+    is_random_state,
     metric_variables,
     total_loss,
 )
@@ -105,16 +106,16 @@ class Survey:
         )
 
     def find_borrowed(self, known):
-        """List what hooks read that is no part of the training.
+        """List what hooks and layers read that is no part of the training.
 
         Args:
             known: list of variables that are.
 
         Raises:
-            ValueError: hooks write to what is not, which nothing would save
-                or put back.
+            ValueError: they write to what is not, which nothing would save or
+                put back.
         """
-        ids = {id(variable) for variable in known}
+        ids = {id(v) for v in [*known, *self.find_streams(known)]}
         for key, variable in self._scope.strangers_written.items():
             if key not in ids:
                 raise ValueError(
@@ -122,6 +123,18 @@ class Survey:
                 )
         read = self._scope.strangers_read.items()
         return [variable for key, variable in read if key not in ids]
+
+    def find_streams(self, known):
+        """List the random states that are drawn from and belong to nobody.
+
+        A layer for augmentation may stand outside of the model.
+
+        Args:
+            known: list of variables that are part of the training.
+        """
+        ids = {id(variable) for variable in known}
+        written = self._scope.strangers_written.items()
+        return [v for k, v in written if k not in ids and is_random_state(v)]
 
 
 def kind_of(batch):

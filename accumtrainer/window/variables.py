@@ -23,6 +23,8 @@ class WindowVariables:
         borrowed: list of variables that hooks read and nobody moves.
         accumulators: list of variables to which gradients are added from one
             call to the next; see `make_accumulators`.
+        streams: list of random states that are drawn from and belong to
+            nobody.
         start: list of variables with the values that a window began with.
         moved: list of the variables that micro-batches give new values.
     """
@@ -44,7 +46,7 @@ class WindowVariables:
         self.window.clear()
         self.epoch.clear()
         self.accumulators = []
-        self.borrowed, self.moved = [], []
+        self.borrowed, self.streams, self.moved = [], [], []
         self._kept, self.start = [], []
         self._keep(v for v in self._tracked if not is_random_state(v))
         self.expect(survey)
@@ -69,10 +71,12 @@ class WindowVariables:
         # Current first, while the programs know no others.
         self._backend.publish()
         self.borrowed = borrowed
-        self.moved = _unique([*self.moved, *survey.moved])
+        streams = survey.find_streams(known)
+        self.streams = _unique([*self.streams, *streams])
+        self.moved = _unique([*self.moved, *survey.moved, *streams])
         self._keep(
             v
-            for v in survey.written
+            for v in [*survey.written, *streams]
             # A window that is run through twice draws the same numbers twice.
             if self._passes.looks_ahead or not is_random_state(v)
         )
@@ -112,6 +116,7 @@ class WindowVariables:
             "optimizer": list(self._optimizer.variables),
             "state": self._state.variables,
             "tracked": self._tracked,
+            "streams": self.streams,
             "metrics": metric_variables(self._model),
             "means": self.epoch.variables,
         }
@@ -137,6 +142,7 @@ class WindowVariables:
             *self._model.non_trainable_variables,
             *metric_variables(self._model),
             *self._tracked,
+            *self.streams,
             *self._state.variables,
         ]
 
