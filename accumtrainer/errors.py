@@ -11,6 +11,13 @@ OTHER_KERAS = (
     "accumtrainer is imported, or make it with {here}."
 )
 
+OTHER_STRATEGY = (
+    "A Trainer must be used in the scope of the strategy in which its model "
+    "was made, or in no scope. Received: the scope of another {strategy}. Make "
+    "the model and the Trainer in `with strategy.scope():`, or leave the scope "
+    "before using them."
+)
+
 KERAS_CORE_EMA = (
     "optimizer must not average weights with Keras Core, whose averages are "
     "wrong in a compiled update. Received: use_ema=True. Leave use_ema out, "
@@ -355,6 +362,20 @@ UNKNOWN_ARGUMENT = (
 MODEL_WITH_OWN_STEP = (
     "model must not override {step}, because a Trainer would never call it. "
     "Received: {model}.{step}. Move what it does into {remedy}."
+)
+
+MODEL_WITH_OWN_TEST_STEP = (
+    "model must not override {step} where a Trainer evaluates it, because it "
+    "would never call it. Received: {model}.{step}. Call model.evaluate, and "
+    "train without validation_data; or move what it does into "
+    "Trainer.compute_loss (info.training is False)."
+)
+
+OWN_COMPILE = (
+    "model must be compiled before a Trainer is made for it, where its own "
+    "compile takes other arguments than those given. Received: "
+    "{model}.compile{signature}, and {given}. Call model.compile first, and "
+    "then Trainer(model)."
 )
 
 NO_TARGETS = (

@@ -23,11 +23,14 @@ from accumtrainer.saving.checkpoint import find_checkpoint, write_checkpoint
 from accumtrainer.saving.resume import check_same, find_saved, take_snapshot
 from accumtrainer.steps import make_backend
 from accumtrainer.training.construction import (
+    check_evaluation,
     check_loss,
     check_memory,
     check_model,
     check_options,
     check_replicas,
+    compile_by_itself,
+    compiles_itself,
     draw_seed,
     make_compiled_loss,
     resolve_compile_arguments,
@@ -94,11 +97,11 @@ class Trainer(Hooks):
     def __init__(
         self,
         model,
-        *,
         optimizer=None,
         loss=None,
         loss_weights=None,
         metrics=None,
+        *,
         weighted_metrics=None,
         denominator=None,
         accumulation=1,
@@ -127,14 +130,16 @@ class Trainer(Hooks):
         )
         self.model = model
         self.accumulation = Accumulation.of(accumulation)
-        self.optimizer, carried = resolve_optimizer(model, optimizer)
-        self.loss_scale = resolve_loss_scale(model, loss_scale, carried)
         given = {
             "loss": loss,
             "loss_weights": loss_weights,
             "metrics": metrics,
             "weighted_metrics": weighted_metrics,
         }
+        if compiles_itself(model):
+            optimizer, given = compile_by_itself(model, optimizer, given)
+        self.optimizer, carried = resolve_optimizer(model, optimizer)
+        self.loss_scale = resolve_loss_scale(model, loss_scale, carried)
         arguments = resolve_compile_arguments(model, given)
         check_loss(self, arguments)
         backend = make_backend(model=model)
@@ -423,6 +428,8 @@ class Trainer(Hooks):
             check_inputs=check_inputs,
         )
         self._engine.check_model()
+        if validation_data is not None or validation_split:
+            check_evaluation(self)
         saved = find_saved(resume_from, [self._callbacks, callbacks])
         if saved is not None:
             check_same(saved, self)
@@ -594,6 +601,7 @@ class Trainer(Hooks):
             The loss, or the list of loss and metrics, or a dict of them.
         """
         steps = checked_steps("steps", steps)
+        check_evaluation(self)
         self._engine.check_compiled()
         source = make_source(
             x,
@@ -785,8 +793,12 @@ class Trainer(Hooks):
 
     def _compile_model(self, arguments, *, is_new):
         if is_new:
-            self.model.compile(
-                optimizer=self.optimizer, auto_scale_loss=False, **arguments
+            # That of the model's own class may take other arguments.
+            keras.Model.compile(
+                self.model,
+                optimizer=self.optimizer,
+                auto_scale_loss=False,
+                **arguments,
             )
         else:
             self.model.optimizer = self.optimizer

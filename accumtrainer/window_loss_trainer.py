@@ -29,6 +29,7 @@ class WindowLossTrainer(Trainer):
 
     Args:
         model: `keras.Model`.
+        optimizer: as for `Trainer`.
         **options: those of `Trainer`. There is no `loss` and nothing that
             belongs to it, since `window_loss` replaces it. `metrics` are
             given the embeddings as predictions; they need the `embed` that is
@@ -58,9 +59,9 @@ class WindowLossTrainer(Trainer):
 
     has_window_loss = True
 
-    def __init__(self, model: Any, **options: Any):
+    def __init__(self, model: Any, optimizer: Any = None, **options: Any):
         _check_options(type(self), options)
-        super().__init__(model, **options)
+        super().__init__(model, optimizer, **options)
         embeds = type(self).embed is not WindowLossTrainer.embed
         if embeds and _has_metrics(model):
             raise ValueError(

@@ -67,6 +67,7 @@ __all__ = [
     "check_loss_support",
     "check_replica_support",
     "check_statistics_support",
+    "call_predict_step",
     "check_support",
     "compile_losses",
     "compiled_arguments",
@@ -193,19 +194,46 @@ def schedule_of(optimizer):
     return rate if isinstance(rate, schedules.LearningRateSchedule) else None
 
 
+def call_predict_step(model, x):
+    """Call `predict_step` of a built model, wherever Keras keeps its state.
+
+    On JAX it is given the values of the variables, and returns new ones.
+
+    Args:
+        model: `keras.Model`.
+        x: nest of tensors, what the model is given.
+
+    Returns:
+        Nest of tensors.
+    """
+    if BACKEND != "jax":
+        return model.predict_step((x,))
+    kinds = (model.trainable_variables, model.non_trainable_variables)
+    state = tuple([variable.value for variable in kind] for kind in kinds)
+    outputs, moved = model.predict_step(state, (x,))
+    if KERAS_NAME == "keras_core":
+        _, moved = moved  # the trainable ones too
+    for variable, value in zip(kinds[1], moved, strict=True):
+        variable.assign(value)
+    return outputs
+
+
 def current_distribution():
     """Return the `keras.distribution.Distribution` in force, or `None`."""
     distribution = getattr(keras, "distribution", None)
     return None if distribution is None else distribution.distribution()
 
 
-def strategy_of(model):
-    """Return the `tf.distribute` strategy a model was built under, or `None`.
+def strategy_of(thing):
+    """Return the `tf.distribute` strategy a thing was made under, or `None`.
 
-    Keras keeps it in an attribute without an underscore that is documented
-    nowhere.
+    Keras keeps that of a model, and TensorFlow that of a variable, in an
+    attribute without an underscore that is documented nowhere.
+
+    Args:
+        thing: `keras.Model`, or variable of TensorFlow with several copies.
     """
-    return getattr(model, "distribute_strategy", None)
+    return getattr(thing, "distribute_strategy", None)
 
 
 def global_limit(name):

@@ -1,9 +1,11 @@
 """What a Trainer checks and settles before it exists.
 
 Everything here runs before anything changes: a refused argument leaves the
-model and the optimizer as they were.
+model and the optimizer as they were. The one exception is a model whose class
+compiles it in its own way: what it has settled then is known only afterwards.
 """
 
+import inspect
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +24,7 @@ from accumtrainer.keras_api import (
     refuse_other_keras,
     tree,
 )
-from accumtrainer.window.hooks import overrides_compute_loss
+from accumtrainer.window.hooks import overrides, overrides_compute_loss
 from accumtrainer.window.loss_scale import computes_in_float16
 from accumtrainer.window.losses import CompiledLoss
 
@@ -43,15 +45,74 @@ def check_model(model):
         )
     for step, remedy in (
         ("train_step", "Trainer.compute_loss or Trainer.on_apply"),
-        ("test_step", "Trainer.compute_loss (info.training is False)"),
-        ("predict_step", "Trainer.predict_step"),
+        ("make_train_function", "hooks of a Trainer"),
     ):
-        if getattr(type(model), step) is not getattr(keras.Model, step):
+        if overrides(model, step):
             raise ValueError(
                 errors.MODEL_WITH_OWN_STEP.format(
                     model=type(model).__name__, step=step, remedy=remedy
                 )
             )
+
+
+def check_evaluation(hooks):
+    """Refuse to evaluate what a model would evaluate in its own way.
+
+    Raises:
+        ValueError: the model has a step of its own, and the Trainer no
+            `compute_loss` that would replace it.
+    """
+    if hooks.overrides("compute_loss"):
+        return
+    model = hooks.model
+    for step in ("test_step", "make_test_function"):
+        if overrides(model, step):
+            raise ValueError(
+                errors.MODEL_WITH_OWN_TEST_STEP.format(
+                    model=type(model).__name__, step=step
+                )
+            )
+
+
+def compiles_itself(model):
+    """Whether a model that is not compiled has a way of its own for it."""
+    return not model.compiled and overrides(model, "compile")
+
+
+def compile_by_itself(model, optimizer, given):
+    """Have a model compile itself by its own method.
+
+    Args:
+        model: `keras.Model` whose class overrides `compile`.
+        optimizer: what the user gave, or `None`.
+        given: dict of other arguments of `compile`, `None` where not given.
+
+    Returns:
+        The optimizer and the dict that it leaves to settle: nothing where it
+        has called the `compile` of Keras.
+
+    Raises:
+        ValueError: its method takes other arguments.
+    """
+    arguments = {"optimizer": optimizer, **given}
+    arguments = {k: v for k, v in arguments.items() if v is not None}
+    if not arguments:
+        return optimizer, given
+    signature = inspect.signature(model.compile)
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise ValueError(
+            errors.OWN_COMPILE.format(
+                model=type(model).__name__,
+                signature=signature,
+                given=", ".join(arguments),
+            )
+        ) from error
+    model.compile(**arguments)
+    if not model.compiled:
+        return optimizer, given
+    return None, dict.fromkeys(given)
 
 
 def resolve_optimizer(model, optimizer):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from accumtrainer import errors
-from accumtrainer.keras_api import keras, ops, tree
+from accumtrainer.keras_api import call_predict_step, keras, ops, tree
 from accumtrainer.window.losses import BareLoss, WeightedLoss, count_samples
 
 HOOK_NAMES = (
@@ -205,7 +205,14 @@ class Hooks:
         Returns:
             Nest of tensors whose first axis is the batch.
         """
+        if overrides(self.model, "predict_step"):
+            return self._predict_by_model(batch)
         return self._call_model(batch.x, training=False)
+
+    def _predict_by_model(self, batch):
+        if not self.model.built:
+            self._call_model(batch.x, training=False)
+        return call_predict_step(self.model, batch.x)
 
     def log(self, name, value, weight=None, reduce="mean"):
         """Put a scalar tensor into the logs, from any hook.
@@ -285,7 +292,18 @@ def takes_argument(function, name):
 
 def overrides_compute_loss(model):
     """Tell whether a model has a `compute_loss` of its own."""
-    return type(model).compute_loss is not keras.Model.compute_loss
+    return overrides(model, "compute_loss")
+
+
+def overrides(model, name):
+    """Tell whether a model, or its class, has a method of its own.
+
+    Args:
+        model: `keras.Model`.
+        name: str, of a method of `keras.Model`.
+    """
+    method = getattr(model, name)
+    return getattr(method, "__func__", method) is not getattr(keras.Model, name)
 
 
 def check_batch(given, returned):

@@ -390,18 +390,11 @@ def test_trainer_refuses_a_bad_argument(make, error, words):
             "Trainer.compute_loss",
         ),
         row(
-            "model-with-test-step",
-            lambda: own_step("test_step"),
+            "model-with-train-function",
+            lambda: own_step("make_train_function"),
             ValueError,
-            "model must not override test_step",
-            "Trainer.compute_loss",
-        ),
-        row(
-            "model-with-predict-step",
-            lambda: own_step("predict_step"),
-            ValueError,
-            "model must not override predict_step",
-            "Trainer.predict_step",
+            "model must not override make_train_function",
+            "hooks of a Trainer",
         ),
         row(
             "model-not-compiled",

@@ -214,6 +214,99 @@ def test_loader_batches_are_shared_out_too(rng, tail):
     )
 
 
+# --- In and out of scopes. ---
+
+
+def scope_of_strategy(kind):
+    """Make the scope of a strategy, or of JAX's distribution."""
+    if kind == "two devices":
+        return distributed(2)
+    if BACKEND == "jax":
+        return keras.distribution.DataParallel(devices=["cpu:0"]).scope()
+    import tensorflow as tf
+
+    if kind == "one device":
+        return tf.distribute.OneDeviceStrategy("CPU:0").scope()
+    return tf.distribute.MirroredStrategy(["CPU:0"]).scope()
+
+
+def make_normalized_mlp():
+    model = make_mlp()
+    model.add(keras.layers.BatchNormalization())
+    return model
+
+
+@pytest.mark.parametrize("kind", ["one device", "one mirror", "two devices"])
+@pytest.mark.parametrize("accumulation", [1, Accumulation(micro_batch_size=4)])
+def test_trainer_may_be_used_inside_the_scope(rng, kind, accumulation):
+    x, y = targets(rng, 16)
+    fit = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    results = []
+    for is_inside in (True, False):
+        keras.utils.set_random_seed(0)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(scope_of_strategy(kind))
+            trainer = Trainer(
+                make_normalized_mlp(),
+                optimizer="adam",
+                loss="mse",
+                metrics=["mae"],
+                accumulation=accumulation,
+                seed=0,
+                jit_compile=JIT_COMPILE,
+            )
+            if not is_inside:
+                stack.close()
+            history = trainer.fit(x, y, validation_data=(x, y), **fit).history
+            results.append(
+                [
+                    *(history[name] for name in ("loss", "mae", "val_loss")),
+                    trainer.train_on_batch(x, y),
+                    trainer.evaluate(x, y, verbose=0),
+                    trainer.predict(x, verbose=0),
+                    *weights_of(trainer),
+                ]
+            )
+    assert_close(*results)
+
+
+def test_trainer_that_runs_eagerly_may_be_used_inside_the_scope(rng):
+    x, y = targets(rng, 16)
+    with scope_of_strategy("one mirror"):
+        trainer = Trainer(
+            make_mlp(), optimizer="adam", loss="mse", run_eagerly=True
+        )
+        trainer.fit(x, y, batch_size=8, verbose=0)
+    assert trainer.progress.updates == 2
+
+
+def test_equivalence_is_checked_inside_the_scope_and_outside(rng):
+    x, y = targets(rng, 16)
+    options = {"loss": "mse", "metrics": ["mae"], "accumulation": 2}
+    with scope_of_strategy("one mirror"):
+        trainer = Trainer(make_mlp(), optimizer="adam", **options)
+        assert trainer.check_equivalence((x, y)).is_exact
+    assert trainer.check_equivalence((x, y)).is_exact
+
+
+def test_scope_of_another_strategy_is_refused(rng):
+    if BACKEND != "tensorflow":
+        pytest.skip("JAX's distributions are not those of models")
+    x, y = targets(rng, 16)
+    trainer = Trainer(make_mlp(), optimizer="adam", loss="mse")
+    for use in (
+        lambda: trainer.fit(x, y, verbose=0),
+        lambda: trainer.train_on_batch(x, y),
+        lambda: trainer.evaluate(x, y, verbose=0),
+    ):
+        with (
+            scope_of_strategy("one mirror"),
+            pytest.raises(ValueError, match="scope of another Mirrored"),
+        ):
+            use()
+    trainer.fit(x, y, verbose=0)
+
+
 def test_sample_weights_count_across_replicas(rng):
     x, y = targets(rng, 60)
     weight = rng.uniform(0.0, 2.0, size=60) * (rng.uniform(size=60) > 0.4)

@@ -5,6 +5,7 @@ are written.
 """
 
 import contextlib
+import functools
 import warnings
 
 import numpy as np
@@ -22,7 +23,10 @@ from accumtrainer.steps.tensorflow.programs import (
     XlaShapes,
     to_spec,
 )
-from accumtrainer.steps.tensorflow.replicas import TensorFlowReplicas
+from accumtrainer.steps.tensorflow.replicas import (
+    TensorFlowReplicas,
+    outside_of_strategies,
+)
 
 # How many squares are added up side by side, and from how many rows on.
 ROW = 12_800
@@ -93,9 +97,7 @@ class TensorFlowBackend(Backend):
     def compile(self, function, program, *, jit_compile):
         del program
         if self._run_eagerly:
-            return lambda *args: function(
-                *(tree.map_structure(_to_tensor, arg) for arg in args)
-            )
+            return functools.partial(_run_eagerly, function)
         # XLA compiles what a replica runs, see `TensorFlowReplicas.sum`.
         is_outside = self.replicas > 1
 
@@ -392,6 +394,11 @@ def _present(nest):
 
 def _stack(*leaves):
     return None if leaves[0] is None else tf.stack(leaves)
+
+
+def _run_eagerly(function, *arguments):
+    with outside_of_strategies():
+        return function(*tree.map_structure(_to_tensor, arguments))
 
 
 def _to_tensor(leaf):

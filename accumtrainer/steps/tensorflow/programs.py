@@ -10,6 +10,7 @@ import optree
 import tensorflow as tf
 
 from accumtrainer.data.batches import ALIGNMENT, empty_for_device
+from accumtrainer.steps.tensorflow.replicas import outside_of_strategies
 
 MANY_SHAPES = 4
 """Compiled by XLA for that many shapes, a function is worth a warning."""
@@ -126,18 +127,20 @@ class Compiled:
         if len(strangers) > 1 and len(kinds) == 1:
             alike = zip(*strangers.values(), strict=True)
             specs = list(map(_joint_spec, alike))
-            program = self._trace(specs, treedef, uses_xla=False)
+            with outside_of_strategies():
+                program = self._trace(specs, treedef, uses_xla=False)
             self._programs |= dict.fromkeys(strangers, program)
 
     def __call__(self, *arguments):
         leaves, treedef = optree.tree_flatten(cast(Any, arguments))
         key = _key(leaves, treedef)
-        program = self._programs.get(key)
-        if program is None:
-            uses_xla = self._uses_xla(leaves, treedef)
-            program = self._trace(leaves, treedef, uses_xla)
-            self._programs[key] = program
-        return program(*map(self._to_tensor, leaves))
+        with outside_of_strategies():
+            program = self._programs.get(key)
+            if program is None:
+                uses_xla = self._uses_xla(leaves, treedef)
+                program = self._trace(leaves, treedef, uses_xla)
+                self._programs[key] = program
+            return program(*map(self._to_tensor, leaves))
 
     def _uses_xla(self, leaves, treedef):
         if not self._jit_compile:

@@ -12,8 +12,9 @@ import time
 import numpy as np
 import tensorflow as tf
 
+from accumtrainer import errors
 from accumtrainer.data.batches import map_leaves
-from accumtrainer.keras_api import keras, tree
+from accumtrainer.keras_api import keras, strategy_of, tree
 
 LINGER_SECS = 1.0
 """How long a process stays when its program has ended."""
@@ -100,8 +101,8 @@ class TensorFlowReplicas:
         value = variable.value
         if not _is_in_parts(value):
             return tf.convert_to_tensor(value)
-        part = self._strategy.experimental_local_results(value)[0]
-        return part * self._parts_of(value, part.dtype)
+        part = strategy_of(value).experimental_local_results(value)[0]
+        return part * _parts_of(value, part.dtype)
 
     def write(self, variable, tensor):
         """Assign a variable, so that all replicas know its one value."""
@@ -109,8 +110,8 @@ class TensorFlowReplicas:
         if not _is_in_parts(value):
             variable.assign(tensor)
             return
-        part = tensor / self._parts_of(value, tensor.dtype)
-        for copy in self._strategy.experimental_local_results(value):
+        part = tensor / _parts_of(value, tensor.dtype)
+        for copy in strategy_of(value).experimental_local_results(value):
             # To read it, as `assign` does otherwise, is an exchange.
             copy.assign(tf.cast(part, copy.dtype), read_value=False)
 
@@ -121,14 +122,22 @@ class TensorFlowReplicas:
             return contextlib.nullcontext()
         return keras.StatelessScope([(v, self.read(v)) for v in in_parts])
 
-    def _parts_of(self, value, dtype):
-        is_sum = value.aggregation == tf.VariableAggregation.SUM
-        return tf.cast(self.count if is_sum else 1, dtype)
-
     def scope(self):
-        """Make a scope in which variables have a copy on every replica."""
+        """Make a scope in which variables have a copy on every replica.
+
+        Raises:
+            ValueError: the caller is in the scope of another strategy, which
+                would have a hand in making them.
+        """
         if self._strategy is None:
+            return outside_of_strategies()
+        current = tf.distribute.get_strategy()
+        if current is self._strategy:
             return contextlib.nullcontext()
+        if tf.distribute.has_strategy():
+            raise ValueError(
+                errors.OTHER_STRATEGY.format(strategy=type(current).__name__)
+            )
         return self._strategy.scope()
 
     def sum(self, function, shares, *, reading, moving, jit_compile):
@@ -203,6 +212,25 @@ class TensorFlowReplicas:
         )
 
 
+def outside_of_strategies():
+    """Make a scope that is in no strategy's, wherever the caller is.
+
+    Programs say themselves what runs on which replica. Amid a strategy's scope
+    they could not read variables or update them, and Keras would divide their
+    losses by the number of replicas.
+    """
+    if not tf.distribute.has_strategy():
+        return contextlib.nullcontext()
+    return _context_without_strategy()
+
+
+@functools.cache
+def _context_without_strategy():
+    # Scopes belong to graphs: a new one is in none.
+    with tf.Graph().as_default():
+        return tf.distribute.get_replica_context()
+
+
 @functools.cache
 def _linger_at_exit():
     """Have this process wait before it leaves.
@@ -230,6 +258,12 @@ def _is_in_parts(value):
     return isinstance(value, tf.distribute.DistributedValues) and (
         value.synchronization == tf.VariableSynchronization.ON_READ
     )
+
+
+def _parts_of(value, dtype):
+    is_sum = value.aggregation == tf.VariableAggregation.SUM
+    count = strategy_of(value).num_replicas_in_sync if is_sum else 1
+    return tf.cast(count, dtype)
 
 
 def _replica_index():

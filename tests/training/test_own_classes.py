@@ -1,0 +1,260 @@
+"""Claims about models whose classes override what Keras calls."""
+
+import numpy as np
+import pytest
+from quickest import JIT_COMPILE
+
+from accumtrainer import (
+    Accumulation,
+    Trainer,
+    WeightedLoss,
+    WindowLossTrainer,
+)
+from accumtrainer.keras_api import keras, ops
+
+X = np.random.default_rng(0).normal(size=[8, 3]).astype("float32")
+Y = np.random.default_rng(1).normal(size=[8, 2]).astype("float32")
+WINDOW = Accumulation(micro_batch_size=2)
+ORDER = {"batch_size": 8, "shuffle": False, "verbose": 0}
+
+
+def make(cls=keras.Model, seed=0):
+    keras.utils.set_random_seed(seed)
+    inputs = keras.Input([3])
+    hidden = keras.layers.Dense(4, activation="tanh")(inputs)
+    return cls(inputs, keras.layers.Dense(2)(hidden))
+
+
+def trainer_of(model, *arguments, **options):
+    options = {"accumulation": WINDOW, "jit_compile": JIT_COMPILE} | options
+    return Trainer(model, *arguments, **options)
+
+
+def assert_trains_as(trainer, model):
+    """Assert that a Trainer's updates are those of a model's own `fit`."""
+    ours = trainer.fit(X, Y, epochs=2, **ORDER)
+    keras_s = model.fit(X, Y, epochs=2, **ORDER)
+    for name, values in keras_s.history.items():
+        np.testing.assert_allclose(ours.history[name], values, rtol=1e-5)
+    for one, other in zip(
+        trainer.model.get_weights(), model.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+# --- A compile of their own. ---
+
+
+class WithDefaults(keras.Model):
+    """Compiles with what suits it where nothing else is said."""
+
+    def compile(self, optimizer="auto", loss="auto", **options):
+        if optimizer == "auto":
+            optimizer = keras.optimizers.SGD(0.5)
+        loss = "mae" if loss == "auto" else loss
+        super().compile(optimizer=optimizer, loss=loss, **options)
+
+
+class Distiller(keras.Model):
+    """Takes arguments that `Model.compile` does not have."""
+
+    def compile(self, optimizer, metrics, teacher_loss, alpha=0.25):
+        super().compile(optimizer=optimizer, metrics=metrics)
+        self.teacher_loss = teacher_loss
+        self.alpha = alpha
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        loss = keras.losses.get(self.teacher_loss)(y, y_pred)
+        return self.alpha * ops.mean(loss)
+
+
+class WithSuffix(keras.Model):
+    """Makes something else of what it is given."""
+
+    def compile(self, optimizer, loss):
+        super().compile(keras.optimizers.get(optimizer), loss=f"{loss}_error")
+
+
+class Closed(keras.Model):
+    """Keeps what it is given to itself."""
+
+    def compile(self, optimizer, loss):
+        self.kept = (optimizer, loss)
+
+
+@pytest.mark.parametrize(
+    ("cls", "arguments"),
+    [
+        (WithDefaults, {"optimizer": "adam"}),
+        (WithDefaults, {"loss": "mse"}),
+        (WithDefaults, {"optimizer": "sgd", "metrics": ["mse"]}),
+        (WithSuffix, {"optimizer": "adam", "loss": "mean_squared"}),
+    ],
+    ids=["optimizer", "loss", "metrics", "changed"],
+)
+def test_model_is_compiled_by_its_own_method(cls, arguments):
+    plain = make(cls)
+    plain.compile(**arguments)
+    assert_trains_as(trainer_of(make(cls), **arguments), plain)
+
+
+def test_model_that_compiled_itself_needs_nothing_more():
+    plain, model = make(Distiller), make(Distiller)
+    for each in (plain, model):
+        each.compile("adam", ["mae"], teacher_loss="mse", alpha=0.5)
+    trainer = trainer_of(model, denominator="samples")
+    assert_trains_as(trainer, plain)
+
+
+def test_what_is_given_replaces_what_the_model_compiled_itself_with():
+    plain, model = make(WithDefaults), make(WithDefaults)
+    plain.compile(keras.optimizers.SGD(0.1), loss="mae")
+    model.compile()
+    optimizer = keras.optimizers.SGD(0.1)
+    trainer = trainer_of(model, optimizer=optimizer)
+    assert model.optimizer is trainer.optimizer is optimizer
+    assert_trains_as(trainer, plain)
+
+
+def test_optimizer_is_replaced_where_compile_would_want_more():
+    plain, model = make(Distiller), make(Distiller)
+    plain.compile(keras.optimizers.SGD(0.1), ["mae"], "mse")
+    model.compile("adam", ["mae"], "mse")
+    trainer = trainer_of(model, keras.optimizers.SGD(0.1), denominator=len_of)
+    assert_trains_as(trainer, plain)
+
+
+def len_of(batch):
+    return ops.shape(batch.x)[0]
+
+
+def test_compile_that_keeps_all_to_itself_is_followed_by_keras_s():
+    plain, model = make(), make(Closed)
+    plain.compile("adam", "mse")
+    assert_trains_as(trainer_of(model, "adam", "mse"), plain)
+    assert model.kept == ("adam", "mse")
+
+
+def test_compile_with_other_arguments_is_asked_for_first():
+    with pytest.raises(ValueError, match=r"compile\(optimizer, metrics, teach"):
+        trainer_of(make(Distiller), optimizer="adam", loss="mse")
+
+
+# --- Steps of their own. ---
+
+
+class Doubling:
+    """Predicts what the layers say, twice."""
+
+    def predict_step(self, *arguments):
+        outputs = super().predict_step(*arguments)
+        if isinstance(outputs, tuple):  # on JAX, with the state
+            return 2 * outputs[0], outputs[1]
+        return 2 * outputs
+
+
+class Doubled(Doubling, keras.Model):
+    """A model of layers that are there already."""
+
+
+class Judged(keras.Model):
+    """Evaluates in its own way."""
+
+    def test_step(self, *arguments):
+        return super().test_step(*arguments)
+
+
+@pytest.mark.parametrize("cls", [Doubled, Judged])
+def test_model_with_its_own_other_steps_is_trained(cls):
+    plain = make(cls)
+    plain.compile("adam", "mse")
+    assert_trains_as(trainer_of(make(cls), "adam", "mse"), plain)
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_predictions_are_those_of_the_model_s_own_step(is_trained):
+    trainer = trainer_of(make(Doubled), "adam", "mse")
+    if is_trained:
+        trainer.fit(X, Y, validation_data=(X, Y), **ORDER)
+    predicted = trainer.predict(X, verbose=0)
+    np.testing.assert_allclose(
+        predicted, 2 * ops.convert_to_numpy(trainer.model(X)), rtol=1e-5
+    )
+
+
+def test_own_step_predicts_for_a_model_that_has_no_variables_yet():
+    class Unbuilt(Doubling, keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(2)
+            self.normalization = keras.layers.BatchNormalization()
+
+        def call(self, x):
+            return self.normalization(self.dense(x))
+
+    trainer = trainer_of(Unbuilt(), "adam", "mse")
+    predicted = trainer.predict(X, verbose=0)
+    expected = 2 * ops.convert_to_numpy(trainer.model(X))
+    np.testing.assert_allclose(predicted, expected, rtol=1e-5)
+
+
+def test_trainer_s_own_predict_step_decides():
+    class Tripled(Trainer):
+        def predict_step(self, batch):
+            return 3 * self.model(batch.x, training=False)
+
+    model = make(Doubled)
+    predicted = Tripled(model, "adam", "mse").predict(X, verbose=0)
+    expected = 3 * ops.convert_to_numpy(model(X))
+    np.testing.assert_allclose(predicted, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "evaluate",
+    [
+        lambda trainer: trainer.evaluate(X, Y, verbose=0),
+        lambda trainer: trainer.fit(X, Y, validation_data=(X, Y), **ORDER),
+        lambda trainer: trainer.fit(X, Y, validation_split=0.5, **ORDER),
+    ],
+    ids=["evaluate", "validation_data", "validation_split"],
+)
+def test_evaluation_by_a_step_of_the_model_s_own_is_refused(evaluate):
+    trainer = trainer_of(make(Judged), "adam", "mse")
+    with pytest.raises(ValueError, match=r"test_step\. Call model\.evaluate"):
+        evaluate(trainer)
+    assert trainer.progress.updates == 0
+
+
+def test_compute_loss_of_the_trainer_evaluates_in_the_place_of_a_step():
+    class Own(Trainer):
+        def compute_loss(self, batch, info):
+            outputs = self.model(batch.x, training=info.training)
+            loss = ops.mean(ops.square(batch.y - outputs))
+            return WeightedLoss(loss, ops.shape(batch.x)[0], outputs)
+
+    trainer = Own(make(Judged), "adam", "mse")
+    plain = make()
+    plain.compile("adam", "mse")
+    expected = plain.evaluate(X, Y, verbose=0)
+    np.testing.assert_allclose(
+        trainer.evaluate(X, Y, verbose=0), expected, rtol=1e-5
+    )
+
+
+# --- By position. ---
+
+
+def test_arguments_of_compile_may_be_given_by_position():
+    plain = make()
+    plain.compile("adam", "mse", 0.5, ["mae"])
+    trainer = trainer_of(make(), "adam", "mse", 0.5, ["mae"])
+    assert_trains_as(trainer, plain)
+
+
+def test_optimizer_of_a_window_loss_may_be_given_by_position():
+    class Spread(WindowLossTrainer):
+        def window_loss(self, embeddings, batch, info):
+            return -ops.mean(ops.square(embeddings))
+
+    optimizer = keras.optimizers.SGD(0.1)
+    assert Spread(make(), optimizer).optimizer is optimizer
