@@ -384,6 +384,11 @@ NO_TARGETS = (
     "of targets, by layers that add losses or Trainer.compute_loss."
 )
 
+NO_LOSS = (
+    "loss must be given. Received: loss=None for a model whose layers add no "
+    "loss either. Give Trainer(loss=...), or override compute_loss."
+)
+
 NOTHING_TO_TRAIN = (
     "model must have trainable weights where it is trained. Received: model "
     "{model!r} with none. Set layer.trainable = True before making the "

@@ -141,7 +141,7 @@ class Trainer(Hooks):
         self.optimizer, carried = resolve_optimizer(model, optimizer)
         self.loss_scale = resolve_loss_scale(model, loss_scale, carried)
         arguments = resolve_compile_arguments(model, given)
-        check_loss(self, arguments)
+        check_loss(arguments)
         backend = make_backend(model=model)
         check_replicas(self, model, backend.replicas, run_eagerly)
         check_memory(self.accumulation, backend, run_eagerly)

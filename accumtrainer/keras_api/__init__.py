@@ -7,6 +7,7 @@ functions at the end of this file, each with its reason;
 `tests/keras_api/test_keras_api.py` notices when one of them changes.
 """
 
+import contextlib
 import os
 
 from accumtrainer import errors
@@ -81,6 +82,7 @@ __all__ = [
     "keras_mask",
     "losses_of_layers",
     "metric_names",
+    "noting_activity",
     "ops",
     "read_metrics",
     "refuse_other_keras",
@@ -127,6 +129,52 @@ def flatten_layers(model):
         List of layers, the given one first.
     """
     return list(model._flatten_layers())
+
+
+@contextlib.contextmanager
+def noting_activity(model):
+    """Make a scope that tells what activity regularizers add from the rest.
+
+    Keras adds it like any other loss of a layer, one per output, each time
+    right after it has called the regularizer. So each stands, among the losses
+    of its layer, for which there is a private name, where there was none yet
+    when its regularizer was called.
+
+    Args:
+        model: `keras.Model` that is called in the scope.
+
+    Yields:
+        Function that returns what was added so in the last call, list of
+        tensors.
+    """
+    regularizers = {
+        layer: layer.activity_regularizer
+        for layer in flatten_layers(model)
+        if getattr(layer, "activity_regularizer", None) is not None
+    }
+    places = {layer: [] for layer in regularizers}
+
+    def noting(layer, regularizer):
+        def regularize(output):
+            place = len(layer._get_own_losses())
+            # A new call of the model begins with no losses.
+            before = [known for known in places[layer] if known < place]
+            places[layer] = [*before, place]
+            return regularizer(output)
+
+        return regularize
+
+    def noted():
+        own = {layer: layer._get_own_losses() for layer in places}
+        return [own[k][place] for k, known in places.items() for place in known]
+
+    try:
+        for layer, regularizer in regularizers.items():
+            layer.activity_regularizer = noting(layer, regularizer)
+        yield noted
+    finally:
+        for layer, regularizer in regularizers.items():
+            layer.activity_regularizer = regularizer
 
 
 def is_known_to(optimizer, variable):

@@ -61,36 +61,13 @@ def losses_of_layers(model):
         model: `keras.Model` that has just been called.
 
     Returns:
-        Pair: list of `(loss, is_activity)`, where `is_activity` says that it
-        comes from an activity regularizer; and the list of weight penalties.
+        Pair: the list of what layers added; and that of weight penalties,
+        one per regularized weight, with which Keras ends.
     """
-    own, penalties = _split_penalties(model)
-    activity = _activity_ids(model) if own else set()
-    return [(loss, id(loss) in activity) for loss in own], penalties
-
-
-def _split_penalties(layer):
-    """Split a layer's losses, which end with one per regularized weight."""
-    losses = list(layer.losses)
-    penalized = [v for v in layer.trainable_weights if v.regularizer]
+    losses = list(model.losses)
+    penalized = [v for v in model.trainable_weights if v.regularizer]
     split = len(losses) - len(penalized)
     return losses[:split], losses[split:]
-
-
-def _activity_ids(model):
-    """Identify the losses that come from activity regularizers.
-
-    Keras lists a layer's losses together with those of the layers inside, so
-    that only a walk from the innermost ones tells whose they are.
-    """
-    seen, activity = set(), set()
-    for layer in reversed(model._flatten_layers()):
-        own, _ = _split_penalties(layer)
-        fresh = [id(loss) for loss in own if id(loss) not in seen]
-        seen.update(fresh)
-        if getattr(layer, "activity_regularizer", None) is not None:
-            activity.update(fresh)
-    return activity
 
 
 class PairedLoss(NamedTuple):

@@ -128,15 +128,11 @@ def losses_of_layers(model):
         model: `keras_core.Model` that has just been called.
 
     Returns:
-        Pair: list of `(loss, is_activity)`, where `is_activity` says that it
-        comes from an activity regularizer; and the list of weight penalties.
+        Pair: the list of what layers added; and that of weight penalties.
     """
     added = {}
     for layer in model._flatten_layers():
-        is_activity = layer.activity_regularizer is not None
-        for loss in layer._get_own_losses():
-            known = added.get(id(loss), (loss, False))
-            added[id(loss)] = (loss, is_activity or known[1])
+        added |= {id(loss): loss for loss in layer._get_own_losses()}
     penalties = [
         weight.regularizer(weight.value)
         for weight in model.trainable_weights

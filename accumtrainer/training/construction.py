@@ -20,7 +20,6 @@ from accumtrainer.keras_api import (
     flatten_layers,
     is_known_to,
     keras,
-    losses_of_layers,
     refuse_other_keras,
     tree,
 )
@@ -243,22 +242,16 @@ def resolve_compile_arguments(model, given):
     }
 
 
-def check_loss(hooks, arguments):
-    """Refuse a Trainer that has nothing to minimize."""
-    model = hooks.model
-    has_own = hooks.overrides("compute_loss") or overrides_compute_loss(model)
-    has_added = not model.built or any(losses_of_layers(model))
+def check_loss(arguments):
+    """Refuse losses that Keras does not know, or computes wrongly.
+
+    Whether there is any loss shows when the model runs: layers may add some.
+    """
     for leaf in tree.flatten(arguments["loss"]):
         if str(leaf).lower() not in ("crossentropy", "ce"):
             get = keras.losses.get
             example = "'sparse_categorical_crossentropy'"
             check_loss_support(_get(get, "loss", leaf, example))
-    if arguments["loss"] is None and not has_own and not has_added:
-        raise ValueError(
-            "loss must be given. Received: loss=None for a model that was "
-            "compiled without one. Give Trainer(loss=...), or override "
-            "compute_loss."
-        )
 
 
 def make_compiled_loss(model, arguments):

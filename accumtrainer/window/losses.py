@@ -256,7 +256,7 @@ def count_samples(nest):
     return ops.cast(ops.shape(leaf)[0], "float32")
 
 
-def added_losses(model):
+def added_losses(model, of_activity=()):
     """Collect what layers added to the loss in the last call of a model.
 
     Activity regularizers are means over samples where Keras divides them by
@@ -265,6 +265,7 @@ def added_losses(model):
 
     Args:
         model: `keras.Model` that has just been called.
+        of_activity: those that activity regularizers added.
 
     Returns:
         Pair: list of `(kind, scalar tensor)` with kind `"activity"` or
@@ -272,9 +273,10 @@ def added_losses(model):
         scalar tensor, or `None` where there is none.
     """
     added, penalties = losses_of_layers(model)
-    kinds = []
-    for loss, is_activity in added:
-        kind, value = _added_kind(loss, is_activity), _as_scalar(loss)
+    activity, kinds = set(map(id, of_activity)), []
+    for loss in added:
+        kind = _added_kind(loss, id(loss) in activity)
+        value = _as_scalar(loss)
         if kind == "bare":
             value = BareLoss(value, _origin_of_added(model, loss))
         kinds.append((kind, value))

@@ -5,7 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from accumtrainer import errors
-from accumtrainer.keras_api import keras, ops, read_metrics
+from accumtrainer.keras_api import (
+    keras,
+    noting_activity,
+    ops,
+    read_metrics,
+)
 from accumtrainer.window.losses import WeightedLoss, added_losses, count_samples
 
 
@@ -53,6 +58,9 @@ class Objective:
         self._adds_losses = hooks.overrides("compute_loss") or not (
             hooks._model_computes_loss
         )
+        self._lacks_a_loss = hooks._compiled_loss is None and not (
+            hooks.overrides("compute_loss") or hooks._model_computes_loss
+        )
         self._has_metrics = hooks.has_metrics
         self._model = model
 
@@ -67,13 +75,16 @@ class Objective:
         Returns:
             `Measured`.
         """
-        result = (compute_loss or self._hooks.compute_loss)(batch, info)
-        losses = _as_losses(result)
+        compute_loss = compute_loss or self._hooks.compute_loss
+        with noting_activity(self._model) as of_activity:
+            losses = _as_losses(compute_loss(batch, info))
         outputs = _outputs(losses)
         samples = count_samples(batch.x)
         regularization = None
         if self._adds_losses:
-            added, regularization = added_losses(self._model)
+            added, regularization = added_losses(self._model, of_activity())
+            if info.training and self._lacks_a_loss:
+                _check_added(added, regularization)
             losses += self._weigh_added(added, batch, samples)
         if self._has_metrics and outputs is not None:
             self._model.compute_metrics(
@@ -96,6 +107,12 @@ class Objective:
                 loss = self._hooks._known_weight(value, batch)
             losses.append(loss)
         return losses
+
+
+def _check_added(added, regularization):
+    """Refuse a model that nothing adds a loss to."""
+    if not added and regularization is None:
+        raise ValueError(errors.NO_LOSS)
 
 
 def total_loss(means, losses, regularization):

@@ -404,13 +404,6 @@ def test_trainer_refuses_a_bad_argument(make, error, words):
             "optimizer=None",
         ),
         row(
-            "model-compiled-without-loss",
-            lambda: make_model_without_loss(),
-            ValueError,
-            "loss must be given",
-            "loss=None",
-        ),
-        row(
             "compiled-optimizer-that-accumulates",
             lambda: make_model(
                 optimizer=keras.optimizers.SGD(gradient_accumulation_steps=2)
@@ -429,6 +422,19 @@ def test_trainer_refuses_a_bad_model(make, error, words):
     assert getattr(model, "compiled", False) == is_compiled
     if is_compiled:
         assert_same_state(before, state_of(model))
+
+
+def test_model_without_any_loss_is_refused_before_it_is_trained():
+    model = make_model_without_loss()
+    trainer = Trainer(model)
+    before = state_of(model)
+    assert_refused(
+        lambda: trainer.fit(X, Y, verbose=0),
+        ValueError,
+        "loss must be given",
+        "loss=None",
+    )
+    assert_same_state(before, state_of(model))
 
 
 def make_model_without_loss():

@@ -4,8 +4,15 @@ import functools
 
 import numpy as np
 import pytest
+from keras_core_gaps import keras_3_only
 
-from accumtrainer.keras_api import copy_mask, keras, keras_mask, ops
+from accumtrainer.keras_api import (
+    copy_mask,
+    keras,
+    keras_mask,
+    noting_activity,
+    ops,
+)
 from accumtrainer.window.losses import (
     CompiledLoss,
     WeightedLoss,
@@ -193,7 +200,7 @@ def test_function_that_reduces_by_itself_gives_a_bare_scalar():
     compiled = CompiledLoss(lambda y, p: ops.mean((y - p) ** 2))
     ((_, loss, _),) = compiled(TRUE, PRED)
     assert not isinstance(loss, WeightedLoss)
-    assert float(loss) == pytest.approx(30 / 4)
+    assert float(loss.value) == pytest.approx(30 / 4)
 
 
 def test_loss_with_a_call_of_its_own_gives_a_bare_scalar():
@@ -334,6 +341,46 @@ def called(*stack):
     return model
 
 
+def added_by(model):
+    """Call a model, and collect what its layers add."""
+    with noting_activity(model) as of_activity:
+        model(X)
+    return added_losses(model, of_activity())
+
+
+class AddsAndIsRegularized(Adds):
+    """A layer that adds a loss beside that of its activity regularizer."""
+
+    def __init__(self, reduce):
+        super().__init__(reduce)
+        self.activity_regularizer = keras.regularizers.L1(0.5)
+
+
+@keras_3_only("does not divide activity regularizers by the batch size")
+@pytest.mark.parametrize(
+    "reduce, expected",
+    [
+        (ops.mean, ["activity", "bare"]),
+        (lambda x: ops.sum(x, axis=-1), ["activity", "sum"]),
+    ],
+)
+@pytest.mark.parametrize("calls", [1, 2])
+def test_what_a_layer_adds_is_told_from_its_activity(reduce, expected, calls):
+    layer = AddsAndIsRegularized(reduce)
+    x = keras.Input([2])
+    y = x
+    for _ in range(calls):
+        y = layer(y)
+    model = keras.Model(x, y)
+    regularizer = layer.activity_regularizer
+    for _ in range(2):  # what the first call added is no more
+        added, _ = added_by(model)
+        assert sorted(kind for kind, _ in added) == sorted(expected * calls)
+        activity = [v for kind, v in added if kind == "activity"]
+        assert list(map(float, activity)) == [0.5 * 10 / 2] * calls
+    assert layer.activity_regularizer is regularizer
+
+
 def test_model_without_extras_adds_nothing():
     added, regularization = added_losses(called(layers.Dense(1)))
     assert added == []
@@ -348,12 +395,12 @@ def test_vector_added_by_a_layer_is_a_sum():
 
 def test_scalar_added_by_a_layer_says_nothing_of_its_denominator():
     ((kind, value),), _ = added_losses(called(Adds(ops.mean)))
-    assert (kind, float(value)) == ("bare", 2.5)
+    assert (kind, float(value.value)) == ("bare", 2.5)
 
 
 def test_activity_regularizer_is_a_mean_over_samples():
     regularizer = functools.partial(layers.ActivityRegularization, l1=0.5)
-    ((kind, value),), _ = added_losses(called(regularizer()))
+    ((kind, value),), _ = added_by(called(regularizer()))
     assert (kind, float(value)) == ("activity", 0.5 * 10 / 2)
 
 
@@ -382,7 +429,7 @@ def test_kinds_are_told_apart_in_one_model():
         keras.Sequential([layers.ActivityRegularization(l2=0.1)]),
         Adds(lambda x: x[:, 0]),
     )
-    added, regularization = added_losses(model)
+    added, regularization = added_by(model)
     kinds = [kind for kind, _ in added]
     assert sorted(kinds) == ["activity", "activity", "bare", "sum"]
     assert float(regularization) > 0

@@ -1,0 +1,210 @@
+"""What is logged and returned where names meet, and where results are many."""
+
+import numpy as np
+import pytest
+from keras_core_gaps import keras_3_only
+from quickest import JIT_COMPILE, RUN_EAGERLY
+
+from accumtrainer import Accumulation, Trainer, WeightedLoss
+from accumtrainer.callbacks import GradientAccumulation
+from accumtrainer.keras_api import BACKEND, keras, ops
+
+layers = keras.layers
+
+X = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
+Y = 2 * X[:, :1]
+QUICKEST = {"jit_compile": JIT_COMPILE, "run_eagerly": RUN_EAGERLY}
+TWO = Accumulation(micro_batch_size=2)
+
+
+def make_model():
+    return keras.Sequential(
+        [keras.Input([3]), layers.Dense(1, kernel_initializer="ones")]
+    )
+
+
+class TwoLosses(Trainer):
+    """Has a loss that is named like a metric."""
+
+    def compute_loss(self, batch, info):
+        outputs = self.model(batch.x, training=info.training)
+        samples = ops.cast(ops.shape(outputs)[0], "float32")
+        error = ops.mean(ops.square(outputs - batch.y))
+        return {
+            "mae": WeightedLoss(error, samples, outputs),
+            "loss": WeightedLoss(ops.mean(ops.abs(outputs)), samples),
+        }
+
+
+def test_metric_and_loss_of_one_name_are_both_logged():
+    trainer = TwoLosses(
+        make_model(),
+        optimizer=keras.optimizers.SGD(0.0),
+        metrics=["mae"],
+        accumulation=TWO,
+        **QUICKEST,
+    )
+    outputs = X.sum(axis=1, keepdims=True)
+    expected = {
+        "mae": np.abs(outputs - Y).mean(),
+        "mae_loss": np.square(outputs - Y).mean(),
+        "loss_loss": np.abs(outputs).mean(),
+    }
+    expected["loss"] = expected["mae_loss"] + expected["loss_loss"]
+    history = trainer.fit(X, Y, batch_size=8, verbose=0).history
+    for name, value in expected.items():
+        np.testing.assert_allclose(history[name], [value], rtol=1e-5)
+    results = trainer.evaluate(X, Y, verbose=0, return_dict=True)
+    assert results == pytest.approx(expected, rel=1e-5)
+
+
+class Errors(keras.metrics.Metric):
+    """Its result is a dict, and not of scalars alone."""
+
+    def __init__(self):
+        super().__init__(name="errors")
+        self.total = self.add_weight(name="total", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(ops.sum(ops.abs(y_true - y_pred)))
+
+    def result(self):
+        total = ops.convert_to_tensor(self.total)
+        return {"z": total, "a": 2.0 * total, "both": total * ops.ones([2])}
+
+
+def run_keras(model, **options):
+    model.compile("sgd", "mse", metrics=[Errors()], run_eagerly=RUN_EAGERLY)
+    return model, model.fit(X, Y, batch_size=8, **options)
+
+
+def run_callback(model, **options):
+    model.compile("sgd", "mse", metrics=[Errors()], run_eagerly=RUN_EAGERLY)
+    callbacks = [GradientAccumulation(4)]
+    return model, model.fit(X, Y, batch_size=2, callbacks=callbacks, **options)
+
+
+def run_trainer(model, **options):
+    trainer = Trainer(
+        model,
+        optimizer="sgd",
+        loss="mse",
+        metrics=[Errors()],
+        accumulation=TWO,
+        **QUICKEST,
+    )
+    return trainer, trainer.fit(X, Y, batch_size=8, **options)
+
+
+@keras_3_only("logs such metrics in another way")
+@pytest.mark.parametrize("run", [run_trainer, run_callback])
+def test_metric_with_a_dict_of_results_is_logged_as_in_keras(run):
+    options = {"shuffle": False, "verbose": 0, "validation_data": (X, Y)}
+    reference, expected = run_keras(make_model(), **options)
+    trainer, history = run(make_model(), **options)
+    for name, values in expected.history.items():
+        np.testing.assert_allclose(history.history[name], values, rtol=1e-4)
+    ours = trainer.evaluate(X, Y, verbose=0)
+    theirs = reference.evaluate(X, Y, verbose=0)
+    assert len(ours) == len(theirs)
+    for our, their in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(our, their, rtol=1e-4)
+
+
+class AddsLoss(layers.Layer):
+    def call(self, x):
+        self.add_loss(ops.sum(ops.square(x), axis=-1))
+        return x
+
+
+def make_model_with_loss():
+    x = keras.Input([3])
+    y = AddsLoss()(layers.Dense(2, kernel_initializer="ones")(x))
+    return keras.Model(x, y)
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_functional_model_may_have_no_loss_but_what_its_layers_add(is_compiled):
+    model, optimizer = make_model_with_loss(), keras.optimizers.SGD(0.01)
+    kernel = model.get_weights()[0]
+    if is_compiled:
+        model.compile(optimizer)
+        optimizer = None
+    trainer = Trainer(model, optimizer=optimizer, accumulation=TWO, **QUICKEST)
+    (loss,) = trainer.fit(X, batch_size=8, verbose=0).history["loss"]
+    outputs = X @ kernel
+    np.testing.assert_allclose(loss, np.square(outputs).sum(), rtol=1e-5)
+    np.testing.assert_allclose(
+        model.get_weights()[0],
+        kernel - 0.01 * 2 * X.T @ outputs,
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+class Halve(keras.callbacks.Callback):
+    """Halves a loss weight after every update."""
+
+    def __init__(self, weight, every=1):
+        super().__init__()
+        self.weight = weight
+        self.every = every
+
+    def on_train_batch_end(self, batch, logs=None):
+        if (batch + 1) % self.every == 0:
+            self.weight.assign(self.weight.value * 0.5)
+
+
+def annealed_kernel():
+    """Make the two updates by hand."""
+    kernel = np.ones([3, 1], "float32")
+    bias = np.zeros([1], "float32")
+    for weight, rows in [(1.0, slice(0, 4)), (0.5, slice(4, 8))]:
+        error = 2 * (X[rows] @ kernel + bias - Y[rows]) / 4
+        kernel = kernel - 0.1 * weight * X[rows].T @ error
+        bias = bias - 0.1 * weight * error.sum(axis=0)
+    return kernel
+
+
+@keras_3_only("takes no variables in loss_weights")
+@pytest.mark.parametrize("micro_batch_size", [4, 2])
+@pytest.mark.parametrize("run_eagerly", {False, RUN_EAGERLY})
+def test_loss_weight_that_is_a_variable_is_read_at_every_update(
+    micro_batch_size, run_eagerly
+):
+    weight = keras.Variable(1.0, trainable=False)
+    model = make_model()
+    trainer = Trainer(
+        model,
+        optimizer=keras.optimizers.SGD(0.1),
+        loss=["mse"],
+        loss_weights=[weight],
+        accumulation=Accumulation(micro_batch_size=micro_batch_size),
+        jit_compile=JIT_COMPILE,
+        run_eagerly=run_eagerly,
+    )
+    trainer.fit(
+        X, Y, batch_size=4, shuffle=False, verbose=0, callbacks=[Halve(weight)]
+    )
+    np.testing.assert_allclose(
+        model.get_weights()[0], annealed_kernel(), rtol=1e-5
+    )
+    loss = trainer.evaluate(X, Y, verbose=0)
+    weight.assign(1.0)
+    assert trainer.evaluate(X, Y, verbose=0) == pytest.approx(4 * loss)
+
+
+@pytest.mark.skipif(
+    BACKEND == "jax", reason="Keras itself reads the variable once, on JAX"
+)
+def test_loss_weight_that_is_a_variable_is_read_inside_fit():
+    weight = keras.Variable(1.0, trainable=False)
+    model = make_model()
+    model.compile(
+        keras.optimizers.SGD(0.1), loss=["mse"], loss_weights=[weight]
+    )
+    callbacks = [GradientAccumulation(2), Halve(weight, every=2)]
+    model.fit(X, Y, batch_size=2, shuffle=False, verbose=0, callbacks=callbacks)
+    np.testing.assert_allclose(
+        model.get_weights()[0], annealed_kernel(), rtol=1e-5
+    )
