@@ -69,7 +69,7 @@ class Errors(keras.metrics.Metric):
         self.total.assign_add(ops.sum(ops.abs(y_true - y_pred)))
 
     def result(self):
-        total = ops.convert_to_tensor(self.total)
+        total = self.total + 0.0  # not the variable, which moves on
         return {"z": total, "a": 2.0 * total, "both": total * ops.ones([2])}
 
 
