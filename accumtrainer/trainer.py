@@ -22,6 +22,7 @@ from accumtrainer.observers.progress_bar import make_progress_bar
 from accumtrainer.saving.checkpoint import find_checkpoint, write_checkpoint
 from accumtrainer.saving.resume import check_same, find_saved, take_snapshot
 from accumtrainer.steps import make_backend
+from accumtrainer.training.announcing import updates_in_epoch
 from accumtrainer.training.construction import (
     check_evaluation,
     check_loss,
@@ -39,7 +40,7 @@ from accumtrainer.training.construction import (
 )
 from accumtrainer.training.engine import Engine
 from accumtrainer.training.fit_options import FitOptions, checked_steps, limited
-from accumtrainer.training.loop import FitLoop, updates_in_epoch
+from accumtrainer.training.loop import FitLoop
 from accumtrainer.training.other_trainers import (
     check_subclass,
     refuse_arguments,

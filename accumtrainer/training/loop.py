@@ -7,41 +7,21 @@ import time
 import warnings
 
 from accumtrainer import errors
-from accumtrainer.config import updates_per_epoch
 from accumtrainer.data.batches import window_of_batches
 from accumtrainer.data.position import Position, groups
-from accumtrainer.data.processes import check_processes
 from accumtrainer.keras_api import take_initial_epoch
 from accumtrainer.observers.logs import Logs
-from accumtrainer.progress import Progress
-from accumtrainer.saving.callback_state import CallbackStates, announce_states
+from accumtrainer.saving.callback_state import CallbackStates
 from accumtrainer.saving.snapshot import blank
+from accumtrainer.training.announcing import (
+    FIRST_OF_A_SIZE,
+    NOTHING_LEFT,
+    describe,
+    updates_in_epoch,
+)
 from accumtrainer.training.input_checks import InputChecks
 from accumtrainer.training.signals import Interruption
-
-NOTHING_LEFT = "the saved run has reached its end; nothing is left to train"
-
-FIRST_OF_A_SIZE = "after the first update of this size: {plan}"
-
-
-def updates_in_epoch(source, accumulation, epoch):
-    """Count the updates of an epoch.
-
-    Args:
-        source: `Source`.
-        accumulation: `Accumulation`.
-        epoch: index of the epoch.
-
-    Returns:
-        int, or `None` where it cannot be known.
-    """
-    batches = source.batches_per_epoch
-    if batches is None or accumulation.micro_batch_size is not None:
-        return batches
-    if callable(accumulation.steps):
-        return None
-    steps = accumulation.steps_at(epoch, 0)
-    return updates_per_epoch(batches, steps, accumulation.tail)
+from accumtrainer.training.start import FreshStart, SavedStart
 
 
 class FitLoop:
@@ -75,15 +55,8 @@ class FitLoop:
             is_agreed=engine.processes > 1,
         )
         self._agreed_seconds = 0.0
-        self._position = Position(epoch=options.initial_epoch)
         self._saved = saved
-        self._goes_on_amid_epoch = False
-        self._before = engine.progress
-        self._seconds_before = 0.0
-        self._validated = self._before
         self._validation_logs = {}
-        self._last_logs = {}
-        self._micro_batch = None
         self._checks = None
         self._callback_states = None
         self._told_plan = None
@@ -107,15 +80,17 @@ class FitLoop:
         take_initial_epoch(trainer.model)
         self._announce = announce
         self._begun = time.monotonic()
-        self._go_to_saved_position()
-        self._agreed_seconds = self._seconds_before
+        self._start = self._find_start()
+        self._position = self._start.position
+        self._validated = self._start.validated
+        self._agreed_seconds = self._start.seconds
         upcoming = self._prepare()
         self._begun = time.monotonic()
         with self._interruption.deferred(), self._dispatcher.training():
             self._callback_states = CallbackStates(self._dispatcher.callbacks)
             with self._published_at_the_end(), self._saved_on_errors():
                 upcoming = self._begun_elsewhere() or upcoming
-                if not self._goes_on_amid_epoch:
+                if not self._start.is_amid_epoch:
                     self._restore()
                 is_complete = True
                 while is_complete and self._should_begin():
@@ -131,9 +106,22 @@ class FitLoop:
         self._interruption.check()  # of while callbacks were closed
         return self._dispatcher.history
 
+    def _find_start(self):
+        if self._saved is None:
+            epoch = self._options.initial_epoch
+            return FreshStart(epoch, self._engine.progress)
+        return SavedStart(
+            self._saved,
+            self._source,
+            self._trainer.model,
+            self._dispatcher.callbacks,
+            fast_forward=self._options.fast_forward,
+        )
+
     def _prepare(self):
         """Build what the first window needs; return the windows to come."""
-        has_ended = self._saved is not None and not self._should_begin()
+        start, is_saved = self._start, self._saved is not None
+        has_ended = is_saved and not self._should_begin()
         upcoming = iter(()) if has_ended else self._groups(self._position)
         self._first_items = next(upcoming, None)
         begun = list(
@@ -141,13 +129,13 @@ class FitLoop:
         )
         upcoming = self._cut(upcoming)
         first = begun[0] if begun else self._window_to_see()
-        self._micro_batch = first.split()[0]
+        start.micro_batch = first.split()[0]
         if begun and self._options.check_inputs and self._trainer.model.built:
             # Run eagerly, the preparation computes with these numbers.
             self._check(first, self._make_checks(), index=0)
         self._engine.prepare(
             first,
-            like=self._saved,
+            like=start.snapshot,
             measures_gradients=any(
                 getattr(callback, "needs_gradient_norms", False)
                 for callback in self._dispatcher.callbacks
@@ -155,11 +143,11 @@ class FitLoop:
         )
         first = self._engine.cut(first)
         self._checks = self._make_checks()
-        self._check_saved()
+        start.check(self._engine)
         is_last = self._position.epoch + 1 >= self._options.last_epoch
-        is_over = self._saved is not None and is_last and not begun
+        is_over = is_saved and is_last and not begun
         self._told_plan = self._engine.plan
-        self._announce(NOTHING_LEFT if is_over else self.describe(first))
+        self._announce(NOTHING_LEFT if is_over else self._describe(first))
         if not is_over:
             for note in self._engine.notes_of_state(first.micro_batches):
                 self._announce(note)
@@ -190,7 +178,7 @@ class FitLoop:
     def _make_checks(self):
         return InputChecks.of(
             self._trainer,
-            self._micro_batch,
+            self._start.micro_batch,
             numbers=self._options.check_inputs,
         )
 
@@ -201,73 +189,26 @@ class FitLoop:
         with contextlib.nullcontext() if is_alone else self._source.together():
             checks.check(window, epoch=self._position.epoch, index=index)
 
-    # Going on from a snapshot.
-
     def snapshot_parts(self):
         """Return what the loop adds to a snapshot, a dict of its fields."""
         return {
             "position": self._position.get_state(),
             "source": self._source.get_state(),
             "run": {
-                "before": self._before.as_dict(),
+                "before": self._start.before.as_dict(),
                 "seconds": self._seconds(),
                 "validated": self._validated.as_dict(),
                 "validation_logs": dict(self._validation_logs),
                 "last_logs": self._epoch_logs(),
                 "has_stopped": bool(self._trainer.model.stop_training),
-                "micro_batch": blank(self._micro_batch),
+                "micro_batch": blank(self._start.micro_batch),
             },
             "callbacks": self._callback_states.get(),
         }
 
-    def _go_to_saved_position(self):
-        saved = self._saved
-        if saved is None:
-            return
-        if saved.position is None:
-            self._position = Position(epoch=saved.progress["epochs"])
-            self._before = Progress()
-            self._validated = Progress.from_dict(saved.progress)
-            self._seconds_before = self._validated.seconds
-            return
-        self._position = Position.of_state(saved.position)
-        check_processes(self._source, saved.source)
-        self._source.go_to(
-            self._position,
-            saved.source,
-            fast_forward=self._options.fast_forward,
-        )
-        run = saved.run
-        self._before = Progress.from_dict(run["before"])
-        self._seconds_before = run["seconds"]
-        self._validated = Progress.from_dict(run["validated"])
-        self._last_logs = run["last_logs"]
-        self._micro_batch = run["micro_batch"]
-        self._trainer.model.stop_training = run["has_stopped"]
-        self._goes_on_amid_epoch = self._position.is_amid_epoch
-        announce_states(self._dispatcher.callbacks, saved.callbacks)
-
-    def _check_saved(self):
-        if self._saved is not None:
-            self._engine.check_fits(
-                self._saved.variables,
-                is_amid_epoch=self._goes_on_amid_epoch,
-            )
-
     def _restore(self):
-        """Put everything back, when all that begins anew has begun."""
-        saved, self._saved = self._saved, None
-        if saved is None:
-            return
-        self._engine.restore(
-            saved.variables,
-            saved.progress,
-            is_amid_epoch=self._goes_on_amid_epoch,
-            was_scaled=saved.scales_loss,
-        )
-        if saved.run is not None:
-            self._validation_logs = dict(saved.run["validation_logs"])
-        self._callback_states.set(saved.callbacks)
+        self._start.restore(self._engine, self._callback_states)
+        self._validation_logs = self._start.validation_logs
 
     def _rest(self, reason):
         """Tell callbacks that everything until here is done."""
@@ -296,32 +237,14 @@ class FitLoop:
         finally:
             self._engine.publish()
 
-    def describe(self, first):
-        """Say in one line what will happen.
-
-        Args:
-            first: `Window`, the first one.
-
-        Returns:
-            str.
-        """
-        sizes = sorted(set(first.sizes), reverse=True)
-        replicas = self._engine.replicas
-        shape = f"{first.micro_batches} micro-batches x {sizes[0]}"
-        if first.micro_batches == 1:
-            shape = "1 micro-batch"
-        elif len(sizes) > 1:
-            shape = f"{first.micro_batches} micro-batches of {sizes[-1]} to "
-            shape += str(sizes[0])
-        if replicas > 1:
-            shape += f", shared out among {replicas} replicas"
-        trainer = self._trainer
-        count = updates_in_epoch(
-            self._source, trainer.accumulation, self._options.initial_epoch
+    def _describe(self, first):
+        trainer, epoch = self._trainer, self._options.initial_epoch
+        return describe(
+            first,
+            trainer.plan,
+            replicas=self._engine.replicas,
+            updates=updates_in_epoch(self._source, trainer.accumulation, epoch),
         )
-        epoch = f"; {count:,} updates per epoch" if count else ""
-        samples = f"{first.samples} samples per update"
-        return f"{samples} = {shape}{epoch}; {trainer.plan}"
 
     def _windows(self, position):
         return self._cut(self._groups(position))
@@ -358,8 +281,9 @@ class FitLoop:
         steps = self._trainer.accumulation.steps_at(
             self._position.epoch, self._updates()
         )
-        if self._micro_batch is not None:
-            return window_of_batches([self._micro_batch] * (steps or 1), None)
+        known = self._start.micro_batch
+        if known is not None:
+            return window_of_batches([known] * (steps or 1), None)
         position = self._position
         if not position.carried:
             # A finished run that was saved by hand has yet to see the data.
@@ -373,9 +297,7 @@ class FitLoop:
         """Count the updates made, only where the window's size needs it."""
         if not callable(self._trainer.accumulation.steps):
             return 0
-        if self._saved is not None:
-            return self._saved.progress["updates"]
-        return self._engine.progress.updates
+        return self._start.updates(self._engine)
 
     def _should_begin(self):
         position = self._position
@@ -383,7 +305,7 @@ class FitLoop:
             return False
         if position.epoch == self._first_epoch:
             return True
-        return self._goes_on_amid_epoch or not self._should_stop()
+        return self._start.is_amid_epoch or not self._should_stop()
 
     def _seconds(self):
         """Seconds since training began, without those it was interrupted.
@@ -395,7 +317,7 @@ class FitLoop:
         return self._own_seconds()
 
     def _own_seconds(self):
-        return self._seconds_before + time.monotonic() - self._begun
+        return self._start.seconds + time.monotonic() - self._begun
 
     def _agree(self):
         """Let processes agree on clock, signals and whether to stop.
@@ -428,12 +350,8 @@ class FitLoop:
     def _has_made_all_updates(self):
         if math.isinf(self._options.update_limit):
             return False
-        end = self._before.updates + self._options.update_limit
-        if self._saved is not None:
-            return self._saved.progress["updates"] >= end
-        if self._engine.updates_at_most < end:
-            return False
-        return self._engine.progress.updates >= end
+        end = self._start.before.updates + self._options.update_limit
+        return self._start.has_made(end, self._engine)
 
     def _run_epoch(self, upcoming):
         """Run an epoch, or the rest of one.
@@ -472,7 +390,7 @@ class FitLoop:
     def _epoch_logs(self):
         if self._engine.has_report:
             return self._engine.epoch_logs()
-        return self._last_logs
+        return self._start.last_logs
 
     def _run_windows(self, upcoming):
         """Run the windows of an epoch until there are no more, or an end is.
@@ -480,9 +398,8 @@ class FitLoop:
         Returns:
             Whether there are no more.
         """
-        if self._goes_on_amid_epoch:
+        if self._start.is_amid_epoch:
             self._restore()
-            self._goes_on_amid_epoch = False
             if self._should_stop():
                 return False
         self._is_at_rest = True
@@ -532,7 +449,7 @@ class FitLoop:
         else:
             report = engine.run_window(window)
         engine.count_window(engine.last_window)
-        engine.count_seconds(self._before.seconds + self._seconds())
+        engine.count_seconds(self._start.before.seconds + self._seconds())
         if dispatcher.listens("on_apply"):
             dispatcher.call(
                 "on_apply", engine.progress.updates, engine.window_logs
