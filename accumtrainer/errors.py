@@ -335,6 +335,14 @@ NOT_FINITE = (
     "finite value and a sample_weight of 0."
 )
 
+INDEX_OUTSIDE = (
+    "Ids and labels must be numbers of rows or classes that the model has: "
+    "{name} takes 0 to {last}. Received: others, in the window that was run "
+    "last, of which nothing was applied. Correct the data, or give the "
+    "embedding more rows (input_dim) or the output more classes; "
+    "fit(check_inputs=True) names the rows of wrong labels."
+)
+
 NO_SUCH_CLASS = (
     "{name} must hold class numbers {rule}. Received: {value} in row {row} of "
     "{place} (counted from 0). Correct the label, give the output more "

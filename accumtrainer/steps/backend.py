@@ -160,6 +160,27 @@ class Backend(abc.ABC):
         """Prepare a compiled function for arguments of different shapes."""
         del function, calls  # a program has one shape
 
+    @abc.abstractmethod
+    def accepts(self, is_finite: Tensor) -> Tensor:
+        """Say whether a window may be applied, which `check` may refuse.
+
+        Args:
+            is_finite: scalar tensor, bool, whether its gradients are finite.
+
+        Returns:
+            Scalar tensor, bool.
+        """
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Refuse what a window was given, where its programs have noticed.
+
+        Nothing of that window has been applied.
+
+        Raises:
+            DataError: an index is outside of what it indexes.
+        """
+
     def compiled_shapes(self) -> dict[str, list[str]]:
         """Tell which shapes XLA has compiled for, while others run without.
 

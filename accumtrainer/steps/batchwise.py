@@ -164,6 +164,7 @@ class BatchwiseStep:
 
         apply = self._step.function(("apply open", used), run)
         packed = apply(self._constant(micro_batches))
+        self._backend.check()
         return Report(self._applied, packed, [])
 
     def _constant(self, number):

@@ -211,7 +211,15 @@ class Step:
 
         Returns:
             `Report`.
+
+        Raises:
+            DataError: see `Backend.check`.
         """
+        report = self._run(window)
+        self._backend.check()
+        return report
+
+    def _run(self, window):
         if self._backend.replicas > 1:
             shares, indices = self._share_out(window)
             join = functools.partial(

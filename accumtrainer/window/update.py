@@ -104,6 +104,7 @@ class Update:
                 passes.ordinary(gradients), self._backend
             )
             is_finite = ops.logical_and(is_finite, is_changed_finite)
+        is_finite = self._backend.accepts(is_finite)
         factor = factor_to_clip(norm_to_clip, self._optimizer)
         if factor is not None:
             gradients = passes.times(factor, gradients)

@@ -16,6 +16,10 @@ from accumtrainer.keras_api import strategy_of, tree
 from accumtrainer.steps.backend import Backend
 from accumtrainer.steps.memory import Backup
 from accumtrainer.steps.tensorflow.fit import next_batch, next_batches
+from accumtrainer.steps.tensorflow.indices import (
+    indexing,
+    is_outside,
+)
 from accumtrainer.steps.tensorflow.memory import Peak
 from accumtrainer.steps.tensorflow.programs import (
     XLA_SHAPES,
@@ -60,6 +64,10 @@ class TensorFlowBackend(Backend):
         self._xla_shapes = XlaShapes(
             None if compiles_all_shapes else XLA_SHAPES, _warn_of_many_shapes
         )
+        # Which of the operations that index was given an index outside, by
+        # number from 1, if any was.
+        self._indexing = []
+        self._outside = tf.Variable(0, trainable=False, name="outside")
         # Whether what a replica runs is for XLA.
         self._jit_compile = False
         # Whether what is being traced is for XLA.
@@ -193,12 +201,49 @@ class TensorFlowBackend(Backend):
             tape.watch(values)
             total, nest = objective(*tensors)
         gradients = tape.gradient(total, values)
+        if self._is_for_xla and not self.has_accelerator():
+            self._look_at_indices(total.graph)
         return nest, [
             g
             if g is None or (keeps_rows and g.dtype == tf.float32)
             else tf.convert_to_tensor(g)
             for g in gradients
         ]
+
+    def _look_at_indices(self, graph):
+        """Note whether indices are outside, for `accepts` and `check`."""
+        found = indexing(graph)
+        if not found:
+            return
+        first = len(self._indexing) + 1
+        self._indexing += [(op.name, size) for op, _, size in found]
+        numbers = [
+            tf.where(is_outside(indices, size), first + position, 0)
+            for position, (_, indices, size) in enumerate(found)
+        ]
+        number = functools.reduce(tf.maximum, numbers)
+        self._outside.assign(tf.maximum(self._outside.read_value(), number))
+
+    def accepts(self, is_finite):
+        if not (self._is_for_xla and self._indexing):
+            return is_finite
+        return is_finite & (self._outside.read_value() == 0)
+
+    def check(self):
+        if not self._indexing:
+            return
+        # A quarter of the time that `numpy()` of the variable takes.
+        number = int(
+            tf.raw_ops.ReadVariableOp(
+                resource=self._outside.handle, dtype=self._outside.dtype
+            )
+        )
+        if number:
+            self._outside.assign(0)
+            name, size = self._indexing[number - 1]
+            raise errors.DataError(
+                errors.INDEX_OUTSIDE.format(name=name, last=size - 1)
+            )
 
     def add(self, total, gradient):
         gradient = _in_float32(gradient)

@@ -1,0 +1,116 @@
+"""Claims about ids without a row and labels without a class.
+
+Keras refuses them on a CPU by TensorFlow, which compiles nothing by XLA there.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+
+from accumtrainer import Accumulation, DataError, Trainer
+from accumtrainer.callbacks import GradientAccumulation
+from accumtrainer.keras_api import BACKEND, KERAS_NAME, keras
+
+pytestmark = pytest.mark.skipif(
+    BACKEND != "tensorflow", reason="Keras on JAX refuses no index either"
+)
+
+layers = keras.layers
+IDS = np.arange(40, dtype="int32").reshape(8, 5) % 10
+LABELS = np.arange(8, dtype="int32") % 3
+
+
+def make_model(shift=0):
+    """Make a classifier of ids, which it moves by `shift` first."""
+    keras.utils.set_random_seed(0)
+    ids = keras.Input([5], dtype="int32")
+    hidden = layers.Embedding(10, 4)(ids + shift if shift else ids)
+    hidden = layers.GlobalAveragePooling1D()(hidden)
+    return keras.Model(ids, layers.Dense(3)(hidden))
+
+
+def cross_entropy(**options):
+    return keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, **options
+    )
+
+
+def by_trainer(model, *data, micro_batch_size=2, loss=None):
+    trainer = Trainer(
+        model,
+        optimizer="adam",
+        loss=loss or cross_entropy(),
+        accumulation=Accumulation(micro_batch_size=micro_batch_size),
+    )
+    trainer.fit(*data, batch_size=8, verbose=0)
+
+
+def inside_fit(model, *data):
+    model.compile("adam", cross_entropy(), jit_compile=True)
+    callbacks = [GradientAccumulation(4)]
+    model.fit(*data, batch_size=2, verbose=0, callbacks=callbacks)
+
+
+def changed(array, value):
+    array = array.copy()
+    array[(3,) * array.ndim] = value
+    return array
+
+
+WAYS = [
+    pytest.param(by_trainer, id="fused"),
+    pytest.param(
+        functools.partial(by_trainer, micro_batch_size=3), id="streamed"
+    ),
+    pytest.param(
+        functools.partial(by_trainer, micro_batch_size=8), id="one micro-batch"
+    ),
+    pytest.param(
+        inside_fit,
+        id="inside fit",
+        marks=pytest.mark.skipif(
+            KERAS_NAME != "keras", reason="Keras Core's fit is refused"
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize("train", WAYS)
+@pytest.mark.parametrize(
+    "data, operation",
+    [
+        pytest.param((changed(IDS, 10), LABELS), "embedding", id="id"),
+        pytest.param((IDS, changed(LABELS, 3)), "entropy", id="label"),
+        pytest.param((IDS, changed(LABELS, -1)), "entropy", id="negative"),
+    ],
+)
+def test_what_indexes_nothing_is_refused_and_not_trained_on(
+    train, data, operation
+):
+    model = make_model()
+    before = model.get_weights()
+    with pytest.raises(DataError, match=f"{operation}.*0 to .*nothing was"):
+        train(model, *data)
+    for one, other in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_ids_that_the_model_computes_are_looked_at_too():
+    with pytest.raises(DataError, match="embedding"):
+        by_trainer(make_model(shift=1), IDS, LABELS)
+
+
+def test_training_goes_on_with_good_data_after_a_refusal():
+    trainer = Trainer(
+        make_model(), optimizer="adam", loss=cross_entropy(), accumulation=2
+    )
+    with pytest.raises(DataError):
+        trainer.fit(changed(IDS, 12), LABELS, batch_size=4, verbose=0)
+    trainer.fit(IDS, LABELS, batch_size=4, verbose=0)
+    assert trainer.progress.updates == 1
+
+
+def test_labels_to_be_ignored_are_not_refused():
+    loss = cross_entropy(ignore_class=-1)
+    by_trainer(make_model(), IDS, changed(LABELS, -1), loss=loss)
