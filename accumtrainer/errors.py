@@ -343,6 +343,12 @@ INDEX_OUTSIDE = (
     "fit(check_inputs=True) names the rows of wrong labels."
 )
 
+NO_SUCH_ROW = (
+    "{name} must hold ids {rule}, as the Embedding that takes it has rows. "
+    "Received: {value} in row {row} of {place} (counted from 0). Correct the "
+    "id, or give the Embedding a larger input_dim."
+)
+
 NO_SUCH_CLASS = (
     "{name} must hold class numbers {rule}. Received: {value} in row {row} of "
     "{place} (counted from 0). Correct the label, give the output more "

@@ -388,10 +388,11 @@ class Trainer(Hooks):
             fast_dev_run: `True`, or a number of updates: a short trial.
             overfit_batches: train on the first few batches only.
             check_inputs: whether to look at every number before it is used:
-                a value that is not finite, or a label that is none of the
-                classes of a sparse crossentropy, is then an error which says
-                where it is. The data are looked at as they come, before
-                `on_micro_batch`.
+                a value that is not finite, a label that is none of the
+                classes of a sparse crossentropy, or an id that an `Embedding`
+                takes straight from an input and has no row for, is then an
+                error which says where it is. The data are looked at as they
+                come, before `on_micro_batch`.
             **others: refused; the error says what replaces them.
 
         Returns:

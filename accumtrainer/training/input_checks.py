@@ -12,48 +12,50 @@ from accumtrainer.data.batches import (
     name_of,
     named_arrays,
 )
-from accumtrainer.keras_api import BACKEND, keras
+from accumtrainer.keras_api import BACKEND, flatten_layers, keras, tree
 from accumtrainer.window.losses import find_loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LabelRule:
-    """Which class numbers an output's labels may be.
+class IndexRule:
+    """Which whole numbers may stand for a class, or a row of an embedding.
 
     Args:
-        classes: number of classes, `None` where nobody knows.
+        count: how many classes or rows, `None` where nobody knows.
         ignored: the label that means none, or `None`.
+        message: what is wrong where the rule is broken.
 
     Example:
-        >>> rule = LabelRule(classes=3, ignored=-1)
+        >>> rule = IndexRule(count=3, ignored=-1)
         >>> rule.breaches(np.array([0, 3, -1, -2])).tolist()
         [False, True, False, True]
     """
 
-    classes: int | None = None
+    count: int | None = None
     ignored: int | None = None
+    message: str = errors.NO_SUCH_CLASS
 
-    def breaches(self, labels):
-        """Tell which labels break the rule.
+    def breaches(self, indices):
+        """Tell which numbers break the rule.
 
         Args:
-            labels: array of numbers; fractions are cut off, as Keras does.
+            indices: array of numbers; fractions are cut off, as Keras does.
 
         Returns:
             Array of bool in the same shape.
         """
-        labels = labels.astype("int64")
-        breaches = labels < 0
-        if self.classes is not None:
-            breaches |= labels >= self.classes
+        indices = indices.astype("int64")
+        breaches = indices < 0
+        if self.count is not None:
+            breaches |= indices >= self.count
         if self.ignored is not None:
-            breaches &= labels != self.ignored
+            breaches &= indices != self.ignored
         return breaches
 
     def __str__(self):
-        if self.classes is None:
-            return "at least 0"
-        return f"from 0 to {self.classes - 1}, as the model's output has it"
+        if self.count is None:
+            return "of at least 0"
+        return f"from 0 to {self.count - 1}"
 
 
 def has_own_loss(hooks):
@@ -108,6 +110,45 @@ def _refuse_text(field, name, has_own_loss):
     raise TypeError(errors.TEXT.format(name=name, rule=rule, remedy=remedy))
 
 
+def id_rules(model, x):
+    """Find the inputs that an embedding looks up, and how many rows it has.
+
+    Args:
+        model: built `keras.Model`. Only of one that is made of layers and
+            inputs is it known which input goes where.
+        x: inputs of a micro-batch, array or nest of arrays.
+
+    Returns:
+        Dict from the path in x to `IndexRule`.
+
+    Example:
+        >>> layers = [keras.Input([3]), keras.layers.Embedding(5, 2)]
+        >>> list(id_rules(keras.Sequential(layers), np.array([[0, 4, 1]])))
+        [()]
+    """
+    inputs = getattr(model, "inputs", None) or []
+    names = [tensor.name for tensor in inputs]
+    rows = {}
+    for layer in flatten_layers(model):
+        if isinstance(layer, keras.layers.Embedding):
+            for tensor in tree.flatten(_input_of(layer)):
+                rows[id(tensor)] = layer.input_dim
+    rules = {}
+    for path, _ in named_arrays(x):
+        count = rows.get(id(_paired(path, inputs, names)))
+        if count is not None:
+            rules[path] = IndexRule(count=count, message=errors.NO_SUCH_ROW)
+    return rules
+
+
+def _input_of(layer):
+    """Return what a layer of a functional model was called with, or `None`."""
+    try:
+        return layer.input
+    except AttributeError:
+        return None  # never, or several times, or not in such a model
+
+
 def label_rules(model, loss, y):
     """Find the targets that are class numbers, and what they may be.
 
@@ -117,13 +158,13 @@ def label_rules(model, loss, y):
         y: targets of a micro-batch, array or nest of arrays.
 
     Returns:
-        Dict from the path in y to `LabelRule`.
+        Dict from the path in y to `IndexRule`.
 
     Example:
         >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(5)])
         >>> loss = keras.losses.SparseCategoricalCrossentropy()
-        >>> label_rules(model, loss, np.array([0, 4]))
-        {(): LabelRule(classes=5, ignored=None)}
+        >>> label_rules(model, loss, np.array([0, 4]))[()].count
+        5
     """
     outputs, names = _outputs(model)
     rules = {}
@@ -183,8 +224,8 @@ def _label_rule(identifier, labels, output):
     ):
         return None
     known = shape is not None and _has_classes_last(labels.shape, shape)
-    return LabelRule(
-        classes=shape[-1] if known else None,
+    return IndexRule(
+        count=shape[-1] if known else None,
         ignored=getattr(loss, "ignore_class", None),
     )
 
@@ -243,7 +284,8 @@ class InputChecks:
 
     Args:
         sizes: dict, from `fixed_sizes`.
-        labels: dict, from `label_rules`; with `numbers` only.
+        indices: dict by field, from `id_rules` and `label_rules`; with
+            `numbers` only.
         numbers: whether every number is looked at.
 
     Example:
@@ -253,27 +295,29 @@ class InputChecks:
     """
 
     sizes: Any
-    labels: Any = None
+    indices: Any = None
     numbers: bool = False
 
     @classmethod
     def of(cls, trainer, batch, *, numbers):
         """Make the checks for a Trainer, from the first micro-batch.
 
-        What the Trainer's own hooks may change is left to them: sizes with
-        an `on_micro_batch`, targets with a `compute_loss`.
+        What the Trainer's own hooks may change is left to them: sizes and
+        ids with an `on_micro_batch`, targets with a `compute_loss`.
         """
         model = trainer.model
         has_own_loss = trainer.overrides("compute_loss")
         sizes = fixed_sizes(model, batch)
+        rules = {}
         if trainer.overrides("on_micro_batch"):
             sizes = {}
+        elif numbers:
+            rules["x"] = id_rules(model, batch.x)
         if has_own_loss:
             sizes = {key: size for key, size in sizes.items() if key[0] == "x"}
-        rules = {}
         if numbers and not has_own_loss:
-            rules = label_rules(model, model.loss, batch.y)
-        return cls(sizes=sizes, labels=rules, numbers=numbers)
+            rules["y"] = label_rules(model, model.loss, batch.y)
+        return cls(sizes=sizes, indices=rules, numbers=numbers)
 
     def check(self, window, *, epoch, index):
         """Refuse a window that cannot be right.
@@ -285,7 +329,7 @@ class InputChecks:
 
         Raises:
             DataError: another size than before; or, with `numbers`, a number
-                that is not finite, or a label of no class.
+                that is not finite, a label of no class, or an id of no row.
         """
         batches = [window.stacked] if window.is_even else window.parts
         for position, batch in enumerate(batches):
@@ -296,7 +340,7 @@ class InputChecks:
             return
         for position, batch in enumerate(window.split()):
             place = Place(position, index, epoch)
-            check_numbers(batch, self.labels or {}, place)
+            check_numbers(batch, self.indices or {}, place)
 
 
 class Place(NamedTuple):
@@ -342,11 +386,11 @@ def check_sizes(batch, sizes, place, samples_axis=0):
 
 
 def check_numbers(batch, rules, place):
-    """Refuse numbers that are not finite, and labels of no class.
+    """Refuse numbers that are not finite, and indices of nothing.
 
     Args:
         batch: `Batch`.
-        rules: dict from the path in y to `LabelRule`.
+        rules: dict by field of dicts from the path to `IndexRule`.
         place: `Place` of the batch, for the message.
 
     Raises:
@@ -357,13 +401,10 @@ def check_numbers(batch, rules, place):
             if "float" in array.dtype.name:
                 is_wrong = ~np.isfinite(array)
                 _refuse(errors.NOT_FINITE, field, path, array, is_wrong, place)
-    for path, labels in named_arrays(batch.y):
-        rule = rules.get(path)
-        if rule is not None:
-            is_wrong = rule.breaches(labels)
-            _refuse(
-                errors.NO_SUCH_CLASS, "y", path, labels, is_wrong, place, rule
-            )
+            rule = rules.get(field, {}).get(path)
+            if rule is not None:
+                is_wrong = rule.breaches(array)
+                _refuse(rule.message, field, path, array, is_wrong, place, rule)
 
 
 def _refuse(message, field, path, array, is_wrong, place, rule=None):

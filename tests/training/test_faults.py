@@ -204,6 +204,43 @@ def test_the_label_to_be_ignored_passes():
     assert "Received: -2" in message
 
 
+@pytest.mark.parametrize("wrong", [-1, 5])
+@pytest.mark.parametrize("nest", [None, dict, list])
+def test_an_id_without_a_row_is_found_before_it_does_harm(nest, wrong):
+    number, word = (
+        keras.Input([2], name="number"),
+        keras.Input([3], name="word"),
+    )
+    rows = keras.layers.Flatten()(keras.layers.Embedding(5, 2)(word))
+    inputs = {
+        None: word,
+        dict: {"number": number, "word": word},
+        list: [number, word],
+    }[nest]
+    if nest is not None:
+        rows = keras.layers.concatenate([number, rows])
+    model = keras.Model(inputs, keras.layers.Dense(1)(rows))
+    ids = with_value(np.arange(36).reshape(12, 3) % 5, (7, 1), wrong)
+    x = {None: ids, dict: {"number": X, "word": ids}, list: [X, ids]}[nest]
+    trainer = Trainer(
+        model,
+        optimizer="sgd",
+        loss="mse",
+        accumulation=2,
+        run_eagerly=RUN_EAGERLY,
+    )
+    message = fit_until_error(
+        *(trainer, x, Y),
+        updates=1,
+        batch_size=3,
+        shuffle=False,
+        check_inputs=True,
+    )
+    path = {None: "", dict: "['word']", list: "[1]"}[nest]
+    assert message.startswith(f"x{path} must hold ids from 0 to 4, as ")
+    assert f"{wrong} in row 1 of micro-batch 0, window 1 of epoch 0" in message
+
+
 @pytest.mark.parametrize("nest", [dict, list])
 def test_each_output_has_labels_of_its_own(nest):
     inputs = keras.Input([2])
