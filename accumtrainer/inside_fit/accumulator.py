@@ -339,6 +339,7 @@ class FitAccumulator(Hooks):
         """Build what is missing before the first micro-batch of a `fit`."""
         if self._program is not None:
             self._program.learn(batch)
+            self._can_stream = self._program.can_stream
             self._check_bare_losses(self._program.losses, batch)
             return
         check_dense(batch)

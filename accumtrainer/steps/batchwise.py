@@ -3,7 +3,7 @@
 import numpy as np
 
 from accumtrainer.keras_api import keras, ops
-from accumtrainer.steps.step import Report, Step, _Layout
+from accumtrainer.steps.step import Report, Step
 from accumtrainer.window.objective import names_of
 from accumtrainer.window.passes import join_uses
 
@@ -22,10 +22,13 @@ class BatchwiseProgram:
 
     def __init__(self, program):
         self._program = program
-        names = ["loss", *names_of(program.losses)]
-        self._trackers = [
+
+    @property
+    def _trackers(self):
+        names = ["loss", *names_of(self._program.losses)]
+        return [
             metric
-            for metric in program.idle_metrics
+            for metric in self._program.idle_metrics
             if metric.name in names and isinstance(metric, keras.metrics.Mean)
         ]
 
@@ -33,6 +36,11 @@ class BatchwiseProgram:
     def variables(self):
         """Every variable a window may change, each once."""
         return self._program.variables
+
+    @property
+    def signature(self):
+        """See `WindowProgram.signature`."""
+        return self._program.signature
 
     @property
     def revision(self):
@@ -109,8 +117,6 @@ class BatchwiseStep:
         program.make_accumulators()
         self._backend = backend
         self._step = Step(program, backend, plan)
-        self._open = _Layout()
-        self._applied = _Layout()
         self._constants = {}
         self._program = program
         self._used = []  # by each micro-batch of the open window
@@ -139,14 +145,16 @@ class BatchwiseStep:
         """
         count = self._constant(micro_batches)
 
+        layout = self._step.layout("open")
+
         def run(*arguments):
             running, used = self._program.add(*arguments)
-            return self._open.pack(running), used
+            return layout.pack(running), used
 
         add = self._step.function("add", run)
         packed, used = add(batch, self._constant(index), count)
         self._used = [used] if index == 0 else [*self._used, used]
-        return Report(self._open, packed, [])
+        return Report(layout, packed, [])
 
     def apply(self, micro_batches):
         """Apply the micro-batches that `add` has run.
@@ -158,14 +166,15 @@ class BatchwiseStep:
             `Report`.
         """
         used = join_uses(self._used)
+        layout = self._step.layout("applied")
 
         def run(count):
-            return self._applied.pack(self._program.apply(count, True, used))
+            return layout.pack(self._program.apply(count, True, used))
 
         apply = self._step.function(("apply open", used), run)
         packed = apply(self._constant(micro_batches))
         self._backend.check()
-        return Report(self._applied, packed, [])
+        return Report(layout, packed, [])
 
     def _constant(self, number):
         if number not in self._constants:

@@ -193,7 +193,7 @@ class Step:
         self._program = program
         self._backend = backend
         self._plan = plan
-        self._layout = _Layout()
+        self._layouts = {}
         self._constant = functools.cache(
             lambda number, dtype: backend.constant(np.asarray(number, dtype))
         )
@@ -241,13 +241,15 @@ class Step:
 
     def _run_fused(self, run_whole, argument, join=None):
         packed, rows = self._fused_function(run_whole)(argument)
-        return Report(self._layout, packed, rows, join)
+        return Report(self.layout("window"), packed, rows, join)
 
     def _fused_function(self, run_whole):
+        layout = self.layout("window")
+
         def run(argument):
             report = run_whole(argument)
             rows = report.pop("per_micro_batch")
-            return self._layout.pack(report), rows
+            return layout.pack(report), rows
 
         measures = self._program.measures_gradients
         return self.function(("window", measures), run)
@@ -289,11 +291,13 @@ class Step:
         is_even, count = window.is_even, self._count(window)
         rows, used = self._accumulate(window)
         packed = self._apply_function(is_even, used)(count)
-        return Report(self._layout, packed, rows)
+        return Report(self.layout("window"), packed, rows)
 
     def _apply_function(self, is_even, used):
+        layout = self.layout("window")
+
         def apply(count):
-            return self._layout.pack(self._program.apply(count, is_even, used))
+            return layout.pack(self._program.apply(count, is_even, used))
 
         return self.function(("apply", is_even, used), apply)
 
@@ -384,6 +388,17 @@ class Step:
             self._backend.expect(function, calls)
         return [function(*call) for call in calls]
 
+    def layout(self, name):
+        """Find where the numbers of some reports are.
+
+        What is logged depends on the losses, and so on the micro-batches.
+
+        Args:
+            name: str, which reports.
+        """
+        key = (self._program.signature, name)
+        return self._layouts.setdefault(key, _Layout())
+
     def function(self, key, function):
         """Compile a function of the program, once for all that it keeps.
 
@@ -397,6 +412,7 @@ class Step:
         revision = self._program.revision
         if self._revision != revision:
             self._functions, self._revision = {}, revision
+        key = (self._program.signature, key)
         if key not in self._functions:
             self._functions[key] = self._compile(function)
         return self._functions[key]
@@ -414,16 +430,14 @@ class EvaluationStep:
     def __init__(self, program, backend, *, jit_compile):
         self._program = program
         self._backend = backend
-        self._layout = _Layout()
+        self._reading = {}
 
         def compiled(function):
             return backend.compile(function, program, jit_compile=jit_compile)
 
         self._predict_batch = compiled(program.predict_batch)
         self._run_batch = compiled(program.run_batch)
-        self._read = compiled(
-            lambda: self._layout.pack({"results": program.results()})
-        )
+        self._compiled = compiled
 
     def predict(self, batch):
         """Compute the predictions of a batch, a nest of tensors."""
@@ -448,5 +462,12 @@ class EvaluationStep:
 
     def results(self):
         """Read the evaluation so far, `{name: float}`."""
-        numbers = self._layout.read(self._read())
-        return self._layout.unpack("results", numbers)
+        kind = self._program.kind
+        if kind not in self._reading:
+            layout = _Layout()
+            read = self._compiled(
+                lambda: layout.pack({"results": self._program.results()})
+            )
+            self._reading[kind] = layout, read
+        layout, read = self._reading[kind]
+        return layout.unpack("results", layout.read(read()))

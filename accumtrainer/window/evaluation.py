@@ -12,6 +12,7 @@ from accumtrainer.window.objective import (
     total_loss,
 )
 from accumtrainer.window.state import Scratch, Tally
+from accumtrainer.window.survey import kind_of
 from accumtrainer.window.weighing import where_sum, window_means
 
 
@@ -27,6 +28,7 @@ class EvaluationProgram:
     Attributes:
         losses: list of `WeightedLoss`, of which only kind, coefficient and
             name count; known once it is built.
+        kind: what tells batches like this one apart, see `kind_of`.
     """
 
     def __init__(self, hooks, state, backend, *, tracked):
@@ -36,27 +38,33 @@ class EvaluationProgram:
         self._backend = backend
         self._tracked = list(tracked)
         self._objective = Objective(hooks)
-        self._tally = None
-        self.losses = []
+        self._known = {}
         self._borrowed = []
+        self.kind = None
+        self.losses = []
 
     def build(self, batch):
         """Learn from one batch which losses and logged values there are."""
-        if self._tally is not None:
-            return
         self.build_model(batch)
+        self.kind = kind_of(batch)
+        if self.kind not in self._known:
+            self._known[self.kind] = self._look_at(batch)
+        self._tally, self.losses, self._idle_metrics = self._known[self.kind]
+
+    def _look_at(self, batch):
         book = self._hooks._log_book
         training_reductions, book.reductions = book.reductions, {}
         with Scratch(self._known_variables()) as scope:
             self._backend.trace(self._survey, batch)
-            self._idle_metrics = idle_metrics(self._model, scope)
-        self._borrowed = list(scope.strangers_read.values())
-        self._tally = Tally(
+            idle = idle_metrics(self._model, scope)
+        self._borrowed += scope.strangers_read.values()
+        tally = Tally(
             losses=len(self.losses),
             reductions=book.reductions,
             name="evaluation",
         )
         book.reductions = training_reductions | book.reductions
+        return tally, self.losses, idle
 
     def build_model(self, batch):
         """Create the variables of a model that has none yet."""
@@ -85,8 +93,8 @@ class EvaluationProgram:
     @property
     def variables(self):
         """Every variable an evaluation reads or changes, each once."""
-        tally = self._tally.variables if self._tally else []
-        variables = [*self._known_variables(), *tally, *self._borrowed]
+        tallies = [v for t, *_ in self._known.values() for v in t.variables]
+        variables = [*self._known_variables(), *self._borrowed, *tallies]
         return list({id(v): v for v in variables}.values())
 
     def start(self):

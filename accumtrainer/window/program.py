@@ -106,7 +106,6 @@ class WindowProgram:
             hooks,
             state,
             backend,
-            survey,
             passes,
             variables,
             loss_scale=self._loss_scale,
@@ -127,8 +126,15 @@ class WindowProgram:
             survey = Survey(self._hooks, self._passes, self._backend, batch)
             self._variables.expect(survey)
             self._surveys[kind] = survey
+        self._variables.follow(self._surveys[kind])
         self.losses = self._surveys[kind].losses
+        self.idle_metrics = self._surveys[kind].idle_metrics
         self.moved = self._surveys[kind].moved
+
+    @property
+    def signature(self):
+        """See `Survey.signature`, of the micro-batches to come."""
+        return self._variables.survey.signature
 
     @property
     def revision(self):

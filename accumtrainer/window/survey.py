@@ -50,6 +50,7 @@ class Survey:
         self._passes = passes
         model = hooks.model
         book = hooks._log_book
+        logged_before, book.reductions = book.reductions, {}
         with Scratch(passes.variables) as scope:
             self.operations = backend.trace(self._run, batch)
             self.idle_metrics = idle_metrics(model, scope)
@@ -72,7 +73,14 @@ class Survey:
                 *(v for v in metric_variables(model) if id(v) not in of_losses),
             ]
         self.reductions = book.reductions
+        book.reductions = logged_before | self.reductions
         self._scope = scope
+
+    @property
+    def signature(self):
+        """What windows add up, hashable: losses by kind, and logged values."""
+        losses = ((loss.name, loss.is_sum) for loss in self.losses)
+        return tuple(losses), tuple(self.reductions.items())
 
     def _run(self, batch):
         hooks, passes, book = self._hooks, self._passes, self._hooks._log_book

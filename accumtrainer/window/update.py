@@ -34,27 +34,19 @@ class Update:
         hooks: `Hooks`, usually the Trainer.
         state: `TrainingState`.
         backend: the functions a backend must provide.
-        survey: `Survey`.
         passes: `Passes` that have made the sums.
         variables: `WindowVariables`.
         loss_scale: `LossScale`, or `None` to leave it as it is.
     """
 
-    def __init__(
-        self, hooks, state, backend, survey, passes, variables, *, loss_scale
-    ):
+    def __init__(self, hooks, state, backend, passes, variables, *, loss_scale):
         self._hooks = hooks
         self._model = hooks.model
         self._optimizer = hooks.optimizer
         self._state = state
         self._backend = backend
-        self._losses = survey.losses
-        self._idle_metrics = survey.idle_metrics
-        self._is_sum = survey.is_sum
         self._passes = passes
         self._variables = variables
-        self._window = variables.window
-        self._epoch = variables.epoch
         self._loss_scale = loss_scale
         self._clips = hooks.overrides("on_apply") or clips(self._optimizer)
 
@@ -75,7 +67,9 @@ class Update:
         count = ops.cast(micro_batches, "float32")
         means, denominators, extras = self._window_means()
         regularization, weight, _ = extras
-        loss = total_loss(means, self._losses, regularization / count)
+        loss = total_loss(
+            means, self._variables.survey.losses, regularization / count
+        )
         info = Info(
             update=ops.copy(state.updates.value),
             epoch=state.epoch.value,
@@ -108,7 +102,7 @@ class Update:
         factor = factor_to_clip(norm_to_clip, self._optimizer)
         if factor is not None:
             gradients = passes.times(factor, gradients)
-        self._window.add_logs(hooks._log_book.take())
+        self._variables.window.add_logs(hooks._log_book.take())
         # Copies, because both may be variables that are about to move.
         lr = ops.copy(ops.cast(self._optimizer.learning_rate, "float32"))
         scale = ops.copy(state.loss_scale.value)
@@ -173,12 +167,12 @@ class Update:
         )
         # Copies, because sums may be variables that are about to be cleared.
         gradients = list(map(ops.copy, _divide(sums, divisor)))
-        return total_loss(means, self._losses, 0.0), gradients
+        return total_loss(means, self._variables.survey.losses, 0.0), gradients
 
     def _window_means(self):
-        numerators, denominators, extras = self._window.read()
+        numerators, denominators, extras = self._variables.window.read()
         means = window_means(numerators, denominators)
-        means = where_sum(self._is_sum, numerators, means)
+        means = where_sum(self._variables.survey.is_sum, numerators, means)
         return means, denominators, extras
 
     def _commit(self, gradients, info, means, denominators, extras):
@@ -195,7 +189,7 @@ class Update:
             layer.after_apply()
         self._hooks._log_book.open()
         self._hooks.after_apply(replace(info, update=state.updates.value))
-        self._window.add_logs(self._hooks._log_book.take())
+        self._variables.window.add_logs(self._hooks._log_book.take())
         count = ops.cast(info.micro_batches, "float32")
         self._add_to_epoch(means, denominators, extras, count)
 
@@ -223,33 +217,41 @@ class Update:
     def _add_to_epoch(self, means, denominators, extras, count):
         """Add the window to the epoch's running means."""
         regularization, _, samples = extras
-        weights = where_sum(self._is_sum, samples, denominators)
-        self._epoch.add(
+        weights = where_sum(
+            self._variables.survey.is_sum, samples, denominators
+        )
+        self._variables.epoch.add(
             means * weights,
             weights,
             [samples * regularization / count, samples, samples],
         )
-        self._epoch.add_logs(self._window.logs())
+        self._variables.epoch.add_logs(self._variables.window.logs())
 
     def _window_logs(self, loss, means):
-        losses = {"loss": loss} | named_losses(self._losses, means)
-        return losses | self._window.values()
+        losses = {"loss": loss} | named_losses(
+            self._variables.survey.losses, means
+        )
+        return losses | self._variables.window.values()
 
     def running_logs(self):
         """Read the epoch so far: losses, metrics, logged values.
 
         Losses are NaN where no window has been applied yet.
         """
-        numerators, denominators, extras = self._epoch.read()
+        numerators, denominators, extras = self._variables.epoch.read()
         means = window_means(numerators, denominators)
         means = ops.where(ops.equal(extras[2], 0), float("nan"), means)
         regularization = ops.divide_no_nan(*extras[:2])
-        loss = total_loss(means, self._losses, regularization)
+        loss = total_loss(means, self._variables.survey.losses, regularization)
         with self._backend.holding(metric_variables(self._model)):
             found = results(
-                self._model, self._losses, loss, means, self._idle_metrics
+                self._model,
+                self._variables.survey.losses,
+                loss,
+                means,
+                self._variables.survey.idle_metrics,
             )
-        return found | self._epoch.values()
+        return found | self._variables.epoch.values()
 
     def running_logs_with(self, micro_batches):
         """Read the epoch so far, as if the open window had been applied.
@@ -263,8 +265,8 @@ class Update:
         count = ops.cast(micro_batches, "float32")
         means, denominators, extras = self._window_means()
         read = [
-            *self._window.variables,
-            *self._epoch.variables,
+            *self._variables.window.variables,
+            *self._variables.epoch.variables,
             *metric_variables(self._model),
         ]
         with Scratch(read):

@@ -18,7 +18,8 @@ class WindowVariables:
         passes: `Passes`.
 
     Attributes:
-        window: `Tally` of the window.
+        survey: `Survey` of micro-batches like those to come.
+        window: `Tally` of a window of them.
         epoch: `Tally` of the epoch's windows, those that were skipped aside.
         borrowed: list of variables that hooks read and nobody moves.
         accumulators: list of variables to which gradients are added from one
@@ -37,19 +38,13 @@ class WindowVariables:
         self._tracked = passes.tracked
         self._passes = passes
         self._of_loss = hooks.variables_of_loss
-        tally = {
-            "losses": len(survey.losses),
-            "reductions": survey.reductions,
-        }
-        self.window = Tally(name="window", **tally)
-        self.epoch = Tally(name="epoch", **tally)
-        self.window.clear()
-        self.epoch.clear()
         self.accumulators = []
+        self._tallies = {}
         self.borrowed, self.streams, self.moved = [], [], []
         self._kept, self.start = [], []
         self._keep(v for v in self._tracked if not is_random_state(v))
         self.expect(survey)
+        self.follow(survey)
 
     # What it learns.
 
@@ -81,13 +76,32 @@ class WindowVariables:
             if self._passes.looks_ahead or not is_random_state(v)
         )
 
+    def follow(self, survey):
+        """Turn to micro-batches like those of a survey that was expected."""
+        if survey.signature not in self._tallies:
+            self._backend.publish()
+            tallies = [
+                Tally(
+                    name=name,
+                    losses=len(survey.losses),
+                    reductions=survey.reductions,
+                )
+                for name in ("window", "epoch")
+            ]
+            for tally in tallies:
+                tally.clear()
+            self._tallies[survey.signature] = tallies
+        self.window, self.epoch = self._tallies[survey.signature]
+        self.survey = survey
+
     @property
     def revision(self):
         """How much `expect` has found, a number that only grows.
 
         What was compiled for less keeps less, and must not run any more.
         """
-        return len(self.borrowed) + len(self.moved) + len(self.start)
+        parts = (self.borrowed, self.moved, self.start, self._tallies)
+        return sum(map(len, parts))
 
     def _keep(self, variables):
         """Make room for the values that variables have before a window."""
@@ -127,13 +141,17 @@ class WindowVariables:
 
         The accumulators come last, since they may be made last.
         """
-        return [*self.window.variables, *self.start, *self.accumulators]
+        windows = [v for w, _ in self._tallies.values() for v in w.variables]
+        return [*windows, *self.start, *self.accumulators]
 
     @property
     def all(self):
         """Every variable a window reads or changes, each once."""
-        lasting = (v for part in self.parts.values() for v in part)
-        return _unique([*lasting, *self.borrowed, *self.passing])
+        # In one order, of whichever kind the micro-batches are.
+        parts = self.parts | {"means": []}
+        lasting = (v for part in parts.values() for v in part)
+        epochs = [v for _, e in self._tallies.values() for v in e.variables]
+        return _unique([*lasting, *epochs, *self.borrowed, *self.passing])
 
     @property
     def moved_by_passes(self):

@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 from keras_core_gaps import keras_3_only
+from oracle import cuts_in_many_ways
 from quickest import JIT_COMPILE, RUN_EAGERLY
 
 from accumtrainer import Accumulation, Trainer, WeightedLoss
 from accumtrainer.callbacks import GradientAccumulation
 from accumtrainer.keras_api import BACKEND, keras, ops
+from accumtrainer.steps import CLOCKS
 
 layers = keras.layers
 
@@ -208,3 +210,138 @@ def test_loss_weight_that_is_a_variable_is_read_inside_fit():
     np.testing.assert_allclose(
         model.get_weights()[0], annealed_kernel(), rtol=1e-5
     )
+
+
+# Losses that depend on what the data are made of.
+
+
+def errors_of(trainer, batch):
+    """Return squared errors, predictions, and the number of samples."""
+    outputs = trainer.model(batch.x)
+    errors = ops.mean(ops.square(outputs - batch.y), axis=-1)
+    return errors, outputs, ops.cast(ops.shape(outputs)[0], "float32")
+
+
+class MeanOrSum(Trainer):
+    """Its loss is a mean, and with sample weights a sum."""
+
+    def compute_loss(self, batch, info):
+        errors, outputs, samples = errors_of(self, batch)
+        if batch.sample_weight is None:
+            return WeightedLoss(ops.mean(errors), samples, outputs)
+        weighted = ops.sum(errors * batch.sample_weight)
+        return WeightedLoss(weighted, None, outputs)
+
+
+class OneOrTwo(Trainer):
+    """It has a second loss, and logs its value, with sample weights."""
+
+    def compute_loss(self, batch, info):
+        errors, outputs, samples = errors_of(self, batch)
+        parts = {"plain": WeightedLoss(ops.mean(errors), samples, outputs)}
+        if batch.sample_weight is not None:
+            weighted = ops.mean(errors * batch.sample_weight)
+            parts["weighted"] = WeightedLoss(weighted, samples)
+            self.log("second", weighted, weight=samples)
+        return parts
+
+
+WEIGHTS = np.linspace(0, 2, 8, dtype="float32")
+
+
+@cuts_in_many_ways
+@pytest.mark.parametrize("cls", [MeanOrSum, OneOrTwo])
+@pytest.mark.parametrize("order", [(0, 1, 0, 1), (1, 0, 1)])
+@pytest.mark.parametrize("micro_batch_size", [4, 3])
+def test_losses_may_change_with_the_parts_of_the_data(
+    cls, order, micro_batch_size
+):
+    model = make_model()
+    trainer = cls(
+        model,
+        optimizer=keras.optimizers.SGD(0.01),
+        accumulation=Accumulation(micro_batch_size=micro_batch_size),
+        jit_compile=JIT_COMPILE,
+    )
+    for weights in (WEIGHTS if weighs else None for weighs in order):
+        kernel, bias = model.get_weights()
+        difference = X @ kernel + bias - Y
+        errors = np.square(difference)[:, 0]
+        factors = np.full([8], 1 / 8)
+        logged = {"loss": None}
+        if weights is not None:
+            factors = weights if cls is MeanOrSum else (1 + weights) / 8
+            if cls is OneOrTwo:
+                second = (errors * weights).mean()
+                logged |= {"plain": errors.mean(), "weighted": second}
+                logged["second"] = second
+        logged["loss"] = (errors * factors).sum()
+
+        before = trainer.evaluate(
+            X, Y, sample_weight=weights, verbose=0, return_dict=True
+        )
+        history = trainer.fit(
+            X, Y, sample_weight=weights, batch_size=8, verbose=0, shuffle=False
+        ).history
+        assert before == pytest.approx(logged, rel=1e-4)
+        assert {k: v[0] for k, v in history.items() if k not in CLOCKS} == (
+            pytest.approx(logged, rel=1e-4)
+        )
+        step = 0.01 * X.T @ (2 * factors[:, None] * difference)
+        np.testing.assert_allclose(
+            model.get_weights()[0], kernel - step, rtol=1e-4, atol=1e-5
+        )
+
+
+class AddsWithWeights(layers.Layer):
+    """Adds a loss only where its input has a second part."""
+
+    def call(self, inputs):
+        if isinstance(inputs, dict) and "extra" in inputs:
+            self.add_loss(ops.sum(ops.square(inputs["extra"]), axis=-1))
+        return inputs["x"] if isinstance(inputs, dict) else inputs
+
+
+class Extra(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.adds = AddsWithWeights()
+        self.dense = layers.Dense(1, kernel_initializer="ones")
+
+    def call(self, inputs):
+        hidden = self.dense(inputs["x"])
+        parts = {"x": hidden}
+        if "extra" in inputs:
+            parts["extra"] = self.dense(inputs["extra"])
+        return self.adds(parts)
+
+
+def test_layers_may_add_losses_with_later_data_only():
+    def train(make):
+        model = Extra()
+        model({"x": X})
+        trainer = make(model)
+        history = [
+            trainer.fit(
+                data, Y, batch_size=8, shuffle=False, verbose=0
+            ).history["loss"][0]
+            for data in ({"x": X}, {"x": X, "extra": X}, {"x": X})
+        ]
+        return [*history, *model.get_weights()]
+
+    def compiled(model):
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        return model
+
+    def accumulating(model):
+        return Trainer(
+            model,
+            optimizer=keras.optimizers.SGD(0.01),
+            loss="mse",
+            accumulation=TWO,
+            jit_compile=JIT_COMPILE,
+        )
+
+    pairs = zip(train(accumulating), train(compiled), strict=True)
+    for ours, theirs in pairs:
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
