@@ -1,9 +1,13 @@
 """The Trainer: says what an update is and owns the loop."""
 
 import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
-from accumtrainer.config import Accumulation, require_choice
+from accumtrainer.config import Accumulation, Every, LossScale, require_choice
 from accumtrainer.data.arrays import ArraySource
+from accumtrainer.data.batches import Batch, Window
 from accumtrainer.data.processes import ShareSource
 from accumtrainer.data.source import check_ends
 from accumtrainer.data.sources import (
@@ -12,16 +16,23 @@ from accumtrainer.data.sources import (
     make_source_of_one,
     train_validation_split,
 )
+from accumtrainer.diagnosis.equivalence import Equivalence
+from accumtrainer.diagnosis.inspection import Inspection
 from accumtrainer.keras_api import keras
 from accumtrainer.observers.callback import (
     Dispatcher,
     check_callback,
     flatten_callbacks,
 )
+from accumtrainer.observers.logs import Logs
 from accumtrainer.observers.progress_bar import make_progress_bar
+from accumtrainer.progress import Progress
 from accumtrainer.saving.checkpoint import find_checkpoint, write_checkpoint
 from accumtrainer.saving.resume import check_same, find_saved, take_snapshot
+from accumtrainer.saving.snapshot import Snapshot
 from accumtrainer.steps import make_backend
+from accumtrainer.steps.memory import MemoryPlan
+from accumtrainer.steps.plan import Plan
 from accumtrainer.training.announcing import updates_in_epoch
 from accumtrainer.training.construction import (
     check_evaluation,
@@ -97,22 +108,22 @@ class Trainer(Hooks):
 
     def __init__(
         self,
-        model,
-        optimizer=None,
-        loss=None,
-        loss_weights=None,
-        metrics=None,
+        model: Any,
+        optimizer: Any = None,
+        loss: Any = None,
+        loss_weights: Any = None,
+        metrics: Any = None,
         *,
-        weighted_metrics=None,
-        denominator=None,
-        accumulation=1,
-        loss_scale="auto",
-        max_consecutive_skips=100,
-        jit_compile="auto",
-        run_eagerly=False,
-        callbacks=None,
-        seed=None,
-        **others,
+        weighted_metrics: Any = None,
+        denominator: Literal["samples"] | Callable[[Batch], Any] | None = None,
+        accumulation: Accumulation | int = 1,
+        loss_scale: LossScale | Literal["auto"] | None = "auto",
+        max_consecutive_skips: int | None = 100,
+        jit_compile: bool | Literal["auto"] = "auto",
+        run_eagerly: bool = False,
+        callbacks: Any = None,
+        seed: int | None = None,
+        **others: Any,
     ):
         refuse_arguments(
             type(self).__name__,
@@ -155,7 +166,7 @@ class Trainer(Hooks):
         self.seed = draw_seed(backend) if seed is None else seed
         self._model_computes_loss = overrides_compute_loss(model)
         self._model_takes_training = takes_argument(model.call, "training")
-        self._loop = None
+        self._loop: FitLoop | None = None
         self._log_book = LogBook()
         self._tracked, self._tracked_metrics = [], []
         initial_scale = self.loss_scale.initial if self.loss_scale else 1.0
@@ -172,19 +183,19 @@ class Trainer(Hooks):
     # What researchers use inside hooks, beside the hooks themselves.
 
     @property
-    def rng(self):
+    def rng(self) -> Any:
         """The `keras.random.SeedGenerator` of the training state."""
         return self._state.rng
 
     @property
-    def has_metrics(self):
+    def has_metrics(self) -> bool:
         """Whether the model has metrics of its own to update."""
         overrides = type(self.model).compute_metrics is not (
             keras.Model.compute_metrics
         )
         return self._has_compiled_metrics or overrides
 
-    def track(self, thing):
+    def track(self, thing: Any) -> Any:
         """Make a variable, layer, model or metric part of the training state.
 
         It is then compiled into the step, saved and restored, and put back
@@ -211,12 +222,12 @@ class Trainer(Hooks):
         return thing
 
     @property
-    def progress(self):
+    def progress(self) -> Progress:
         """A copy of the counters; reading it waits for the device."""
         return self._engine.progress
 
     @property
-    def progress_at_most(self):
+    def progress_at_most(self) -> Progress:
         """A copy of `progress` that does not wait for the device.
 
         Its updates are as many as there can be: windows that may yet turn out
@@ -225,12 +236,12 @@ class Trainer(Hooks):
         return self._engine.progress_at_most
 
     @property
-    def samples_seen(self):
+    def samples_seen(self) -> int:
         """Samples consumed so far, an int the host knows without waiting."""
         return self._engine.samples_seen
 
     @property
-    def window_logs(self):
+    def window_logs(self) -> Logs:
         """`Logs` of the last window alone, as `on_apply` is given them.
 
         They are fetched from the device when somebody looks at them, also
@@ -239,7 +250,7 @@ class Trainer(Hooks):
         return self._engine.window_logs
 
     @property
-    def micro_batch_logs(self):
+    def micro_batch_logs(self) -> Logs:
         """`Logs` of the last window's micro-batches, arrays `[k]` by name.
 
         They hold what `on_accumulate` is given, micro-batch by micro-batch,
@@ -248,7 +259,7 @@ class Trainer(Hooks):
         return self._engine.micro_batch_logs
 
     @property
-    def last_window(self):
+    def last_window(self) -> Window | None:
         """The `Window` that was run last, on the host; `None` before one.
 
         Where processes have a share of it each, its arrays are this one's.
@@ -256,11 +267,11 @@ class Trainer(Hooks):
         return self._engine.last_window
 
     @property
-    def data_seconds(self):
+    def data_seconds(self) -> float:
         """Seconds that `fit` has spent so far on waiting for data."""
         return self._engine.data_seconds
 
-    def inspect(self, window=None):
+    def inspect(self, window: Window | None = None) -> Inspection:
         """Run a window again without effect, and say what is not finite.
 
         Its micro-batches run one by one and operation by operation, slowly,
@@ -288,7 +299,7 @@ class Trainer(Hooks):
             )
         return self._engine.inspect(window)
 
-    def is_due(self, every, since):
+    def is_due(self, every: Every, since: Progress) -> bool:
         """Say whether an occasion has come, waiting only where it could have.
 
         Args:
@@ -301,17 +312,17 @@ class Trainer(Hooks):
         return self._engine.is_due(every, since)
 
     @property
-    def replicas(self):
+    def replicas(self) -> int:
         """How many replicas of the model share an update out."""
         return self._engine.replicas
 
     @property
-    def is_chief(self):
+    def is_chief(self) -> bool:
         """Whether this process is the one that writes; a single one is."""
         return self._engine.is_chief
 
     @property
-    def plan(self):
+    def plan(self) -> Plan | None:
         """How windows run, a `steps.Plan`; `None` before the first."""
         return self._engine.plan
 
@@ -319,33 +330,33 @@ class Trainer(Hooks):
 
     def fit(
         self,
-        x=None,
-        y=None,
-        batch_size=None,
-        epochs=None,
-        verbose="auto",
-        callbacks=None,
-        validation_split=0.0,
-        validation_data=None,
-        shuffle=True,
-        class_weight=None,
-        sample_weight=None,
-        initial_epoch=0,
-        steps_per_epoch=None,
-        validation_steps=None,
-        validation_batch_size=None,
-        validation_freq=1,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int | None = None,
+        verbose: int | Literal["auto"] = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        class_weight: dict[int, float] | None = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: int | Sequence[int] = 1,
         *,
-        max_updates=None,
-        max_seconds=None,
-        validation_every=None,
-        resume_from=None,
-        fast_forward=False,
-        fast_dev_run=False,
-        overfit_batches=None,
-        check_inputs=False,
-        **others,
-    ):
+        max_updates: int | None = None,
+        max_seconds: float | None = None,
+        validation_every: Every | None = None,
+        resume_from: str | os.PathLike | None = None,
+        fast_forward: bool = False,
+        fast_dev_run: bool | int = False,
+        overfit_batches: int | None = None,
+        check_inputs: bool = False,
+        **others: Any,
+    ) -> Any:
         """Train the model; Keras's arguments mean what they mean there.
 
         `batch_size` and `steps_per_epoch` count what the loader yields.
@@ -505,7 +516,7 @@ class Trainer(Hooks):
 
     # Saving and restoring.
 
-    def snapshot(self):
+    def snapshot(self) -> Snapshot:
         """Copy everything that training changes to the host.
 
         Called by a callback in `on_safe_point` it holds the place in the
@@ -516,7 +527,7 @@ class Trainer(Hooks):
         """
         return take_snapshot(self, self._engine, self._loop)
 
-    def save(self, path):
+    def save(self, path: str | os.PathLike) -> None:
         """Save everything that training changes as one checkpoint.
 
         Args:
@@ -538,7 +549,12 @@ class Trainer(Hooks):
         """
         write_checkpoint(path, self.snapshot())
 
-    def restore(self, path, which="latest", weights_only=False):
+    def restore(
+        self,
+        path: str | os.PathLike,
+        which: Literal["latest", "best"] = "latest",
+        weights_only: bool = False,
+    ) -> None:
         """Put back what was saved, but for the place in the data.
 
         A `fit` afterwards begins an epoch. To go on amid one, use
@@ -577,15 +593,15 @@ class Trainer(Hooks):
 
     def evaluate(
         self,
-        x=None,
-        y=None,
-        batch_size=None,
-        verbose="auto",
-        sample_weight=None,
-        steps=None,
-        callbacks=None,
-        return_dict=False,
-    ):
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: int | Literal["auto"] = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = False,
+    ) -> Any:
         """Compute the loss and the metrics of some data.
 
         Args:
@@ -623,8 +639,13 @@ class Trainer(Hooks):
         return _as_keras_returns(logs, names, return_dict)
 
     def predict(
-        self, x, batch_size=None, verbose="auto", steps=None, callbacks=None
-    ):
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: int | Literal["auto"] = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+    ) -> Any:
         """Compute the predictions for some data.
 
         Args:
@@ -650,12 +671,12 @@ class Trainer(Hooks):
 
     def train_on_batch(
         self,
-        x,
-        y=None,
-        sample_weight=None,
-        class_weight=None,
-        return_dict=False,
-    ):
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: dict[int, float] | None = None,
+        return_dict: bool = False,
+    ) -> Any:
         """Make one update from one batch.
 
         With `Accumulation(micro_batch_size=m)` the batch is sliced into
@@ -689,7 +710,9 @@ class Trainer(Hooks):
             report.running(), engine.trained_names, return_dict
         )
 
-    def memory_plan(self, batch, sizes=None):
+    def memory_plan(
+        self, batch: Any, sizes: Sequence[int] | None = None
+    ) -> MemoryPlan:
         """Predict how much memory micro-batches of several sizes take.
 
         On JAX the compiler is asked, for every size; on TensorFlow the
@@ -725,7 +748,9 @@ class Trainer(Hooks):
         self._engine.prepare(window)
         return self._engine.memory_plan(window, sizes)
 
-    def check_equivalence(self, batch, tolerance=1e-5):
+    def check_equivalence(
+        self, batch: Any, tolerance: float = 1e-5
+    ) -> Equivalence:
         """Compare the accumulated update of a batch with that of the whole.
 
         The gradients before the optimizer, and before `on_apply`, are

@@ -4,7 +4,7 @@ Pure NumPy: the compiled steps turn the arrays into their own tensors.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -58,17 +58,17 @@ class Window:
     processes: int = 1
 
     @property
-    def micro_batches(self):
+    def micro_batches(self) -> int:
         """Number of micro-batches, k."""
         return len(self.sizes)
 
     @property
-    def samples(self):
+    def samples(self) -> int:
         """Number of samples in all micro-batches together."""
         return sum(self.sizes)
 
     @property
-    def size_bytes(self):
+    def size_bytes(self) -> int:
         """Bytes of all arrays together."""
         batches = self.parts or (self.stacked,)
         return sum(
@@ -79,11 +79,11 @@ class Window:
         )
 
     @property
-    def is_even(self):
+    def is_even(self) -> bool:
         """Whether all micro-batches have the same shapes."""
         return self.stacked is not None
 
-    def split(self):
+    def split(self) -> Sequence[Batch]:
         """Return the micro-batches one by one, without copying.
 
         Stands for: `[[leaf[i] for leaf in stacked] for i in range(k)]`
@@ -98,7 +98,7 @@ class Window:
             for i in range(self.micro_batches)
         )
 
-    def as_share(self, processes):
+    def as_share(self, processes: int) -> "Window":
         """Say that each of several processes has a window like this one.
 
         Returns:
@@ -111,7 +111,7 @@ class Window:
         sizes = tuple(size * processes for size in self.sizes)
         return replace(self, sizes=sizes, processes=processes)
 
-    def recut(self, micro_batch_size):
+    def recut(self, micro_batch_size: int) -> "Window":
         """Cut the same samples into micro-batches of another size.
 
         Returns:

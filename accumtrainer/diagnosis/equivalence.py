@@ -47,12 +47,12 @@ class Equivalence:
     reasons: tuple[str, ...] = ()
 
     @property
-    def largest_error(self):
+    def largest_error(self) -> float:
         """The largest of the errors; NaN if one of them is."""
         return _largest(self.errors)
 
     @property
-    def is_exact(self):
+    def is_exact(self) -> bool:
         """Whether no variable differs by more than the tolerance."""
         # A NaN is not exact either.
         return bool(self.largest_error <= self.tolerance)

@@ -17,11 +17,14 @@ which every `fit` begins with, is where what an error has left is put back.
 
 import math
 import time
+from collections.abc import Callable
+from typing import Any, Literal
 
 import numpy as np
 
 from accumtrainer import errors
-from accumtrainer.data.batches import Window, count_samples
+from accumtrainer.config import Accumulation, LossScale
+from accumtrainer.data.batches import Batch, Window, count_samples
 from accumtrainer.diagnosis.bare_losses import check_bare_losses
 from accumtrainer.diagnosis.moving_state import notes_of_state
 from accumtrainer.diagnosis.trials import Trials
@@ -85,12 +88,12 @@ class FitAccumulator(Hooks):
 
     def __init__(
         self,
-        model,
-        accumulation,
+        model: Any,
+        accumulation: Accumulation,
         *,
-        denominator=None,
-        loss_scale="auto",
-        max_consecutive_skips=100,
+        denominator: Literal["samples"] | Callable[[Batch], Any] | None = None,
+        loss_scale: LossScale | Literal["auto"] | None = "auto",
+        max_consecutive_skips: int | None = 100,
     ):
         self._backend = make_backend(run_eagerly=model.run_eagerly)
         _check_fit(model, self._backend)
@@ -113,8 +116,10 @@ class FitAccumulator(Hooks):
         self._fit_state = make_fit_state(self._backend, model)
         self._train_function = self._fit_state.make_train_function(self._run)
         self._train_function_before = None
-        self._trains = self._trainable = None
-        self._program = self._step = None
+        self._trains: Any = None
+        self._trainable: Any = None
+        self._program: Any = None
+        self._step: Any = None
         self._checked_losses = []
         self._is_first_group = True
         self._progress = Progress()
@@ -165,7 +170,7 @@ class FitAccumulator(Hooks):
             replacements=WITHIN_FIT,
         )
 
-    def serves(self, model):
+    def serves(self, model: Any) -> bool:
         """Whether this can train a model again, compiled as it was."""
         return (
             self.model is model
@@ -175,7 +180,7 @@ class FitAccumulator(Hooks):
             and self._trainable.difference(model) is None
         )
 
-    def install(self, batches_per_epoch, announce):
+    def install(self, batches_per_epoch: int | None, announce) -> None:
         """Take over the model's train function, for one `fit`.
 
         Args:
@@ -198,7 +203,7 @@ class FitAccumulator(Hooks):
         model.train_function = self._train_function
         model.make_train_function = self._make_train_function
 
-    def start_epoch(self, epoch):
+    def start_epoch(self, epoch: int) -> None:
         """Begin an epoch.
 
         Args:
@@ -220,7 +225,7 @@ class FitAccumulator(Hooks):
         )
         self._logs = {}
 
-    def finish_window(self):
+    def finish_window(self) -> None:
         """Apply an open window, where an epoch has ended amid one.
 
         This is outside of what `fit` repeats: its variables are current.
@@ -230,7 +235,7 @@ class FitAccumulator(Hooks):
             self._close_window()
             self._backend.publish()
 
-    def end_epoch(self):
+    def end_epoch(self) -> None:
         """Count an epoch that has run, and stop after too many bad windows."""
         self.finish_window()
         self._fit_state.leave()
@@ -238,7 +243,7 @@ class FitAccumulator(Hooks):
         self._progress.epochs += 1
         self._check_skips(is_epoch_over=True)
 
-    def uninstall(self):
+    def uninstall(self) -> None:
         """Put back what `install` has changed, unless others have since."""
         model = self.model
         if not self._is_running:  # or else its arrays may be lost
@@ -251,7 +256,7 @@ class FitAccumulator(Hooks):
         self._groups = None
 
     @property
-    def progress(self):
+    def progress(self) -> Progress:
         """A copy of the counters; reading it waits for the device."""
         progress = self._progress.copy()
         progress.updates = self._read(self._state.updates)

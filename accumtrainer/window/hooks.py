@@ -7,9 +7,10 @@ what they do on the host happens once, while the step is traced.
 import inspect
 import itertools
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from accumtrainer import errors
+from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import call_predict_step, keras, ops, tree
 from accumtrainer.window.losses import BareLoss, WeightedLoss, count_samples
 
@@ -116,7 +117,7 @@ class Hooks:
     _tracked_metrics: Any = ()
     has_window_loss = False
 
-    def on_micro_batch(self, batch, info):
+    def on_micro_batch(self, batch: Batch, info: Info) -> Batch:
         """Change a micro-batch before the forward pass, in training only.
 
         Args:
@@ -129,7 +130,9 @@ class Hooks:
         del info
         return batch
 
-    def compute_loss(self, batch, info):
+    def compute_loss(
+        self, batch: Batch, info: Info
+    ) -> WeightedLoss | dict[str, WeightedLoss]:
         """Compute the loss of a micro-batch, in training and validation.
 
         Args:
@@ -163,7 +166,7 @@ class Hooks:
         losses[first] = replace(losses[first], outputs=outputs)
         return losses if len(losses) > 1 else losses[first]
 
-    def on_accumulate(self, gradients, info):
+    def on_accumulate(self, gradients: list[Any], info: Info) -> list[Any]:
         """Change one micro-batch's gradients before they are added.
 
         Args:
@@ -178,7 +181,7 @@ class Hooks:
         del info
         return gradients
 
-    def on_apply(self, gradients, info):
+    def on_apply(self, gradients: list[Any], info: Info) -> list[Any]:
         """Change the window's gradients before the optimizer clips them.
 
         Args:
@@ -193,10 +196,10 @@ class Hooks:
         del info
         return gradients
 
-    def after_apply(self, info):
+    def after_apply(self, info: Info) -> None:
         """Act after an applied update; may assign to tracked state."""
 
-    def predict_step(self, batch):
+    def predict_step(self, batch: Batch) -> Any:
         """Compute what `predict` returns for a batch.
 
         Args:
@@ -214,7 +217,13 @@ class Hooks:
             self._call_model(batch.x, training=False)
         return call_predict_step(self.model, batch.x)
 
-    def log(self, name, value, weight=None, reduce="mean"):
+    def log(
+        self,
+        name: str,
+        value: Any,
+        weight: Any = None,
+        reduce: Literal["mean", "sum", "max", "min"] = "mean",
+    ) -> None:
         """Put a scalar tensor into the logs, from any hook.
 
         Args:
@@ -236,7 +245,7 @@ class Hooks:
             return []
         return self._compiled_loss.variables
 
-    def overrides(self, name):
+    def overrides(self, name: str) -> bool:
         """Whether a subclass has its own version of a hook."""
         return getattr(type(self), name) is not getattr(Hooks, name)
 

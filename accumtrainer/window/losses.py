@@ -66,7 +66,7 @@ class WeightedLoss:
     origin: str = ""
 
     @property
-    def is_sum(self):
+    def is_sum(self) -> bool:
         """Whether this loss adds up over a window instead of averaging."""
         return self.denominator is None
 
