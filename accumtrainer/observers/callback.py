@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 from accumtrainer import errors
@@ -106,9 +105,7 @@ class Callback(keras.callbacks.Callback):
         """Tell the callback which Trainer it watches."""
         self.trainer = trainer
 
-    def on_micro_batch(
-        self, index: int, logs: Mapping[str, Any] | None = None
-    ) -> None:
+    def on_micro_batch(self, index: int, logs: Any = None) -> None:
         """Look at one micro-batch, after its forward and backward pass.
 
         Args:
@@ -116,9 +113,7 @@ class Callback(keras.callbacks.Callback):
             logs: `Logs` of this micro-batch.
         """
 
-    def on_accumulate(
-        self, index: int, logs: Mapping[str, Any] | None = None
-    ) -> None:
+    def on_accumulate(self, index: int, logs: Any = None) -> None:
         """Look on when a micro-batch has been added to its window.
 
         Args:
@@ -126,9 +121,7 @@ class Callback(keras.callbacks.Callback):
             logs: `Logs` of this micro-batch.
         """
 
-    def on_apply(
-        self, update: int, logs: Mapping[str, Any] | None = None
-    ) -> None:
+    def on_apply(self, update: int, logs: Any = None) -> None:
         """Look at one window, applied or skipped.
 
         Args:
@@ -136,9 +129,7 @@ class Callback(keras.callbacks.Callback):
             logs: `Logs` of this window alone.
         """
 
-    def on_validation_end(
-        self, update: int, logs: Mapping[str, Any] | None = None
-    ) -> None:
+    def on_validation_end(self, update: int, logs: Any = None) -> None:
         """Look at the result of one validation during training.
 
         Args:
@@ -146,9 +137,7 @@ class Callback(keras.callbacks.Callback):
             logs: `Logs` of the validation, names prefixed with `val_`.
         """
 
-    def on_safe_point(
-        self, reason: str, logs: Mapping[str, Any] | None = None
-    ) -> None:
+    def on_safe_point(self, reason: str, logs: Any = None) -> None:
         """Look at training at rest: `trainer.snapshot()` is consistent now.
 
         Called after all other hooks of all callbacks.
