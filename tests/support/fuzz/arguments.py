@@ -14,11 +14,13 @@ class Target:
         loss: text of a loss, `"None"` for none.
         data: text that makes its labels, given `shape` and `rng`.
         metrics: list of texts of metrics that take it.
+        has_classes: whether its labels are numbers of classes.
     """
 
     loss: str
     data: str
     metrics: tuple
+    has_classes: bool = False
 
 
 def draw_target(draw, output):
@@ -38,7 +40,12 @@ def draw_target(draw, output):
         if output.width > 1:
             names["cosine_similarity"] = "CosineSimilarity"
         name = draw.choice(["mse", *names])
-        metrics = ("'mse'", "'mae'", "metrics.RootMeanSquaredError()")
+        metrics = (
+            "'mse'",
+            "'mae'",
+            "metrics.RootMeanSquaredError()",
+            "SumAndCount()",
+        )
         return Target(loss_text(draw, name, names[name]), number, metrics)
     options = "from_logits=True"
     if kind == "binary":
@@ -55,7 +62,8 @@ def draw_target(draw, output):
             "metrics.SparseTopKCategoricalAccuracy(2)",
         )
         name = "SparseCategoricalCrossentropy"
-        return Target(loss_text(draw, None, name, options), data, metrics)
+        loss = loss_text(draw, None, name, options)
+        return Target(loss, data, metrics, output.kind == "vector")
     data = (
         "np.eye({width}, dtype='float32')"
         "[rng.integers(0, {width}, {shape_without_width})]"
@@ -86,8 +94,14 @@ def nested(structure, texts):
     return structure.format(*texts)
 
 
-def draw_compile_arguments(draw, structure, targets):
+def draw_compile_arguments(draw, structure, targets, untold):
     """Draw what `compile` is given besides the optimizer.
+
+    Args:
+        draw: `random.Random`.
+        structure: text of the nest of outputs.
+        targets: list of `Target`, one for each output.
+        untold: for each output, whether it should have no metrics.
 
     Returns:
         Text of keyword arguments, and the targets, whose losses may have
@@ -105,11 +119,15 @@ def draw_compile_arguments(draw, structure, targets):
     arguments = [f"loss={losses}"]
     if count > 1 and draw.random() < 0.4:
         weights = [f"{draw.choice([0.0, 0.3, 0.5, 2.0])}" for _ in targets]
+        if draw.random() < 0.3:
+            weights = [f"weight({weight})" for weight in weights]
         if "None" not in texts:
             arguments.append(f"loss_weights={nested(structure, weights)}")
     for name in ("metrics", "weighted_metrics"):
         if draw.random() < 0.35:
-            arguments.append(f"{name}={draw_metrics(draw, structure, targets)}")
+            arguments.append(
+                f"{name}={draw_metrics(draw, structure, targets, untold)}"
+            )
     return ", ".join(arguments), targets
 
 
@@ -117,19 +135,17 @@ def _same(targets):
     return len({target.data for target in targets}) == 1
 
 
-def draw_metrics(draw, structure, targets):
+def draw_metrics(draw, structure, targets, untold):
     """Draw metrics for some of the outputs."""
     if draw.random() < 0.15:
         return "[]"
     texts = []
-    for target in targets:
-        chosen = draw.sample(
-            target.metrics, draw.randint(0, len(target.metrics))
-        )
+    for target, is_untold in zip(targets, untold, strict=True):
+        most = 0 if is_untold else len(target.metrics)
+        chosen = draw.sample(target.metrics, draw.randint(0, most))
         texts.append(f"[{', '.join(chosen)}]")
     if is_nested(structure):
-        # Keras takes no nests of them, only one for each output.
-        return "[]" if "{{" in structure else f"[{', '.join(texts)}]"
+        return "[]"  # Keras takes metrics of flat outputs only.
     return nested(structure, texts)
 
 
@@ -206,6 +222,5 @@ def weights_text(draw, output):
     """Write the making of an output's sample weights."""
     shape = "[size]"
     if output.kind == "sequence":
-        shapes = ["[size, length]", "[size, 1]"]
-        shape = draw.choice(shapes + ["[size]"] * (not output.is_masked))
+        shape = draw.choice(["[size, length]", "[size, 1]"])
     return f"rng.uniform(0.1, 2.0, {shape}).astype('float32')"

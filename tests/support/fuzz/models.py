@@ -146,7 +146,9 @@ class ModelDrawer:
             f"layers.Dense({units}, '{self.activation()}'{self.regularized()})"
         )
         after = None
-        if self.chance(0.1) and "trainable=False" not in text:
+        if self.chance(0.1) and not (
+            "trainable=False" in text or "constraint" in text
+        ):
             after = "@.enable_lora(2)"
         return self.layer(text, after), units
 
@@ -236,12 +238,13 @@ class ModelDrawer:
         units = self.draw.randint(2, 3)
         name = self.draw.choice(["LSTM", "GRU", "SimpleRNN"])
         options = ", return_sequences=True" if returns_sequences else ""
-        if self.chance(0.2):
-            options += ", go_backwards=True" if not returns_sequences else ""
+        both_ways = self.chance(0.25)
+        if not returns_sequences and not both_ways and self.chance(0.2):
+            options += ", go_backwards=True"
         if self.chance(0.2):
             options += ", recurrent_regularizer='l2'"
         text = f"layers.{name}({units}{options})"
-        if self.chance(0.25):
+        if both_ways:
             merge = self.draw.choice(["concat", "sum", "ave"])
             text = f"layers.Bidirectional({text}, merge_mode='{merge}')"
             units *= 2 if merge == "concat" else 1

@@ -124,17 +124,40 @@ def with_noise(gradients, variables, noise):
     return result
 
 
-def train_plainly(model, fits):
+def arrays(batches):
+    """Give `fit` arrays that it cuts into these batches again."""
+    x, y, *weights = join(batches)
+    return {
+        "x": x,
+        "y": y,
+        "sample_weight": weights[0] if weights else None,
+        "batch_size": len(keras.tree.flatten(batches[0])[0]),
+    }
+
+
+def spoil(batch):
+    """Make a batch whose update is not finite."""
+    for leaf in keras.tree.flatten(batch):
+        if leaf.dtype == "float32":
+            leaf[...] = np.nan
+    return batch
+
+
+def train_plainly(model, fits, class_weight, between, is_fit):
     """Train a compiled model by Keras's own step, a window at a time.
 
     Args:
         model: `keras.Model`, compiled.
         fits: for every fit its epochs, for each of them its windows, each of
             them one batch.
+        class_weight: as in `fit`.
+        between: function to call after every fit.
+        is_fit: whether to end them as `fit` does.
 
     Returns:
         What `outcome_of` returns.
     """
+    call_as_elsewhere(model)
     updates, histories = [], []
     reset_metrics = model.reset_metrics
     # A batch begins anew here; what `fit` tells is over an epoch.
@@ -145,7 +168,9 @@ def train_plainly(model, fits):
             reset_metrics()
             before, samples = {}, 0
             for window in windows:
-                logs = model.train_on_batch(*window, return_dict=True)
+                logs = model.train_on_batch(
+                    *window, class_weight=class_weight, return_dict=True
+                )
                 count = len(keras.tree.flatten(window)[0])
                 updates.append(
                     own_losses(logs, before, samples, samples + count)
@@ -157,10 +182,43 @@ def train_plainly(model, fits):
                     # divided by; both stand for themselves update by update.
                     value = np.nan
                 history.setdefault(name, []).append(np.asarray(value))
-        finish_fit(model)
+        if is_fit:
+            finish_fit(model)
         histories.append(history)
+        between()
     model.reset_metrics = reset_metrics
     return outcome_of(model, model.optimizer, updates, histories)
+
+
+def call_as_elsewhere(model):
+    """Have training call a model as everybody else does.
+
+    On JAX Keras 3.15 trains by `Model.call` alone. A layer that is used twice
+    then takes itself for the outermost one, and forgets what it added to the
+    loss the first time.
+    """
+
+    def stateless_call(trainable, others, *args, return_losses=False, **kwargs):
+        variables = model.trainable_variables + model.non_trainable_variables
+        pairs = zip(variables, [*trainable, *others], strict=True)
+        with keras.StatelessScope(list(pairs), return_losses) as scope:
+            outputs = model(*args, **kwargs)
+            losses = list(model.losses)
+        others = [
+            scope.get_current_value(variable)
+            for variable in model.non_trainable_variables
+        ]
+        others = [
+            variable.value if value is None else value
+            for value, variable in zip(
+                others, model.non_trainable_variables, strict=True
+            )
+        ]
+        if return_losses:
+            return outputs, others, losses
+        return outputs, others
+
+    model.stateless_call = stateless_call
 
 
 def finish_fit(model):
@@ -222,6 +280,8 @@ def outcome_of(model, optimizer, updates, histories):
 
 def add_results(outcome, evaluation, prediction):
     """Add what `evaluate` and `predict` return to an outcome."""
+    if not isinstance(evaluation, dict):
+        evaluation = {"list": evaluation}
     for name, value in evaluation.items():
         outcome[f"number:evaluate {name}"] = np.asarray(value)
     for index, leaf in enumerate(keras.tree.flatten(prediction)):
@@ -244,6 +304,9 @@ def differences(actual, expected, initial, train):
 
     Returns:
         List of sentences, empty where both agree.
+
+    Raises:
+        FloatingPointError: Keras's own outcome is NaN and can tell nothing.
     """
     if not any(name.startswith("number:update") for name in actual):
         expected = {
@@ -251,6 +314,15 @@ def differences(actual, expected, initial, train):
             for name, value in expected.items()
             if not name.startswith("number:update")
         }
+    if not any(name.startswith("number:fit") for name in actual):
+        expected = {
+            name: value
+            for name, value in expected.items()
+            if not name.startswith("number:fit")
+        }
+    for name, value in expected.items():
+        if not name.startswith("number:fit") and np.isnan(value).any():
+            raise FloatingPointError(f"Keras itself makes NaN of {name}.")
     found = [
         f"{name} is missing" for name in expected if name not in actual
     ] + [f"{name} is too many" for name in actual if name not in expected]
