@@ -1,8 +1,11 @@
 # A fresh machine needs Python 3.11 to 3.13 with venv, and make.
 #
 #   make demo     train the digits example
-#   make test     run the tests, once per backend, and then what holds with
-#                 Keras Core too, again once per backend
+#   make test     run the tests, once per backend, then what holds with Keras
+#                 Core too, and then the tests that come with Keras for its own
+#                 training and callbacks, through a Trainer: again per backend
+#   make test-keras_own-jax  those of Keras alone; what may fail, and why, is in
+#                 tests/keras_own_tests/may_fail.py
 #   make test-python3.12  the same with that Python, and the newest versions of
 #                 everything, in .venv-3.12; make test-pythons with each Python
 #                 from 3.11 to 3.13 that is on the PATH or among pyenv's
@@ -45,16 +48,17 @@ BIN := $(VENV)/bin
 INSTALLED := $(BACKENDS:%=$(VENV)/.installed-%)
 TESTS := $(BACKENDS:%=test-%)
 KERAS_CORE_TESTS := $(BACKENDS:%=test-keras_core-%)
+KERAS_OWN_TESTS := $(BACKENDS:%=test-keras_own-%)
 
-.PHONY: demo test $(TESTS) $(KERAS_CORE_TESTS) test-pythons check lint types \
-	doctest bench bench-quick bench-peers soak fuzz format clean
+.PHONY: demo test $(TESTS) $(KERAS_CORE_TESTS) $(KERAS_OWN_TESTS) \
+	test-pythons check lint types doctest bench bench-quick bench-peers soak fuzz format clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/digits.py
 
-test: $(TESTS) $(KERAS_CORE_TESTS)
+test: $(TESTS) $(KERAS_CORE_TESTS) $(KERAS_OWN_TESTS)
 
 # The tests of a file on one worker make what they share once. In the order of
 # their names, the files that take longest are not the last.
@@ -73,6 +77,16 @@ ON_KERAS_CORE := $(wildcard $(patsubst %,tests/*/test_%.py, \
 $(KERAS_CORE_TESTS): test-keras_core-%: $(INSTALLED)
 	ACCUMTRAINER_KERAS=keras_core KERAS_BACKEND=$* $(BIN)/python -m pytest \
 		-n 2 $(BY_FILE) -rs $(PYTEST_ARGS) $(ON_KERAS_CORE)
+
+# From where Keras is installed; once with a batch as one micro-batch, once with
+# batches that are cut, of which most leave a smaller micro-batch over.
+$(KERAS_OWN_TESTS): test-keras_own-%: $(INSTALLED)
+	for size in "" "--micro-batch-size 3"; do \
+		PYTHONPATH=tests/keras_own_tests KERAS_BACKEND=$* \
+			$(BIN)/python -m pytest -n 2 --noconftest -p through_trainer \
+			-rs --disable-warnings $$size --pyargs \
+			keras.src.trainers.trainer_test keras.src.callbacks || exit 1; \
+	done
 
 # The same in another environment. The backend that is exported above is not
 # the only one there.
