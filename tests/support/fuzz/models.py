@@ -39,6 +39,9 @@ class Model:
         kind: `"sequential"`, `"functional"` or `"subclassed"`.
         varies_in_length: whether sequences may have any length.
         only_one_micro_batch: whether it is exact for whole batches only.
+        has_extra: whether its input is a dict that may hold `"extra"`, an
+            array `[n, 2]`; layers of its own look at it, others at what lacks
+            it.
     """
 
     definitions: tuple
@@ -50,6 +53,7 @@ class Model:
     kind: str
     varies_in_length: bool
     only_one_micro_batch: bool
+    has_extra: bool = False
 
 
 REGULARIZERS = (
@@ -413,6 +417,20 @@ class ModelDrawer:
         call = self.layer(f"layers.{which}()")
         return self.apply(call, f"[{names}]", "vector", width)
 
+    def take_extra(self, tensor):
+        """Use some layers only where there is an extra input, or none."""
+        extra = self.layer(f"layers.Dense({tensor.width}{self.regularized()})")
+        other = self.layer(f"layers.Dense({tensor.width}{self.regularized()})")
+        self.count += 1
+        name = f"h{self.count}"
+        self.lines += [
+            "if 'extra' in inputs:",
+            f"    {name} = {tensor.name} + {extra}(inputs['extra'])",
+            "else:",
+            f"    {name} = {other}({tensor.name})",
+        ]
+        return Tensor(name, "vector", tensor.width)
+
     def head(self, tensor, previous):
         """Add an output."""
         same = [
@@ -424,7 +442,8 @@ class ModelDrawer:
             call, width = self.draw.choice(same)
         else:
             width = self.draw.randint(1, 3)
-            call = self.layer(f"layers.Dense({width}{self.regularized()})")
+            options = self.regularized().replace(", trainable=False", "")
+            call = self.layer(f"layers.Dense({width}{options})")
             previous.append((tensor.kind, tensor.width, call, width))
         return self.apply(
             call, tensor.name, tensor.kind, width, tensor.is_masked
@@ -459,7 +478,7 @@ STRUCTURES = {
 }
 
 
-def draw_model(draw, allow_batch_state, allow_lists):
+def draw_model(draw, allow_batch_state, allow_lists, allow_extra):
     """Draw a model.
 
     Args:
@@ -467,6 +486,7 @@ def draw_model(draw, allow_batch_state, allow_lists):
         allow_batch_state: whether it may be exact for whole batches only.
         allow_lists: whether nests of data may hold lists, which `tf.data`
             takes for arrays.
+        allow_extra: whether a part of the input may come and go.
 
     Returns:
         `Model`.
@@ -480,6 +500,11 @@ def draw_model(draw, allow_batch_state, allow_lists):
     inputs = [drawer.input(i) for i in range(draw.choice([1, 1, 1, 2, 3]))]
     encoded = [drawer.encode(tensor) for tensor in inputs]
     vector = drawer.merge([each[-1] for each in encoded])
+    has_extra = allow_extra and kind == "subclassed" and len(inputs) == 1
+    if has_extra and draw.random() < 0.6:
+        vector = drawer.take_extra(vector)
+    else:
+        has_extra = False
     for _ in range(draw.randint(0, 1)):
         vector = drawer.extend_vector(vector)
     sources = [vector, vector] + [
@@ -488,7 +513,7 @@ def draw_model(draw, allow_batch_state, allow_lists):
     previous, outputs = [], []
     for _ in range(draw.choice([1, 1, 2, 2, 3])):
         outputs.append(drawer.head(draw.choice(sources), previous))
-    return finish(drawer, kind, inputs, outputs, allow_lists)
+    return finish(drawer, kind, inputs, outputs, allow_lists, has_extra)
 
 
 def draw_sequential(drawer):
@@ -512,12 +537,14 @@ class _Forgetful(list):
         pass
 
 
-def finish(drawer, kind, inputs, outputs, allow_lists):
+def finish(drawer, kind, inputs, outputs, allow_lists, has_extra=False):
     """Write a model down."""
     structure = input_structure = "{0}"
     if kind != "sequential":
         structure = draw_structure(drawer.draw, len(outputs), allow_lists)
         input_structure = draw_structure(drawer.draw, len(inputs), allow_lists)
+    if has_extra:
+        input_structure = "{{'a': {0}}}"
     write = {
         "sequential": write_sequential,
         "functional": write_functional,
@@ -534,6 +561,7 @@ def finish(drawer, kind, inputs, outputs, allow_lists):
         kind=kind,
         varies_in_length=not drawer.fixed_length,
         only_one_micro_batch=drawer.is_whole,
+        has_extra=has_extra,
     )
 
 
@@ -606,7 +634,11 @@ def write_subclassed(drawer, inputs, outputs, input_structure, structure):
     lines += [f"        {line.replace('@', 'self.')}" for line in drawer.lines]
     lines += [f"        return {fill(structure, outputs)}", "", ""]
     lines += ["def make_model():", "    model = MyModel()"]
-    lines.append(f"    model({fill(input_structure, inputs_of(inputs))})")
+    example = fill(input_structure, inputs_of(inputs))
+    lines.append(f"    model({example})")
+    if any("'extra'" in line for line in drawer.lines):
+        extra = "'extra': np.zeros([2, 2], 'float32')"
+        lines.append(f"    model({{**{example}, {extra}}})")
     lines += [f"    {line.replace('@', 'model.')}" for line in drawer.after]
     lines.append("    return model")
     return "\n".join(lines) + "\n"

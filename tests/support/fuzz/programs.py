@@ -116,7 +116,12 @@ def case_of(seed, backend):
     which = "batch" if draw.random() < 0.1 else which
     if whole_batches:
         which = draw.choice(["whole", "fit"])
-    model = draw_model(draw, whole_batches, allow_lists=which != "fit")
+    model = draw_model(
+        draw,
+        whole_batches,
+        allow_lists=which != "fit",
+        allow_extra=which != "fit",
+    )
     targets = [draw_target(draw, output) for output in model.outputs]
     if len(targets) > 1 and draw.random() < 0.3:
         targets = repeat_losses(targets, model.outputs)
@@ -133,9 +138,10 @@ def case_of(seed, backend):
         backend,
         which,
         may_weigh_classes=may_weigh and "weights" not in batches,
+        # The largest of numbers and NaN is a number on some devices.
         may_spoil="normal" in batches
-        and "loss=None" not in arguments
-        and "None" not in arguments,
+        and "None" not in arguments
+        and "Max" not in model.text,
     )
     change = NO_CHANGE
     if "weight(" in arguments:
@@ -161,6 +167,8 @@ def case_of(seed, backend):
         training.text,
     ]
     features = (model.kind, *training.features)
+    if model.has_extra:
+        features += ("an extra input",)
     return Case(seed, backend, "".join(parts), features)
 
 
@@ -203,7 +211,12 @@ def batch_text(draw, model, targets):
         weights = [weights_text(draw, output) for output in model.outputs]
         parts.append(f"weights = {nested(model.structure, weights)}")
         result += ", weights"
+    arguments = "rng, size, length"
+    if model.has_extra:
+        arguments += ", extra=False"
+        parts += [
+            "if extra:",
+            "    x['extra'] = rng.normal(size=[size, 2]).astype('float32')",
+        ]
     lines = "".join(f"    {part}\n" for part in parts)
-    return (
-        f"\n\ndef make_batch(rng, size, length):\n{lines}    return {result}\n"
-    )
+    return f"\n\ndef make_batch({arguments}):\n{lines}    return {result}\n"

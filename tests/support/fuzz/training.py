@@ -192,7 +192,10 @@ def draw_training(draw, model, backend, which, *, may_weigh_classes, may_spoil):
     if tail != "carry":
         # Keras's `fit` looks at the first batches for what all are like.
         drawn.draw_lengths(99 if which in ("sizes", "fit") else k)
-    if may_spoil and which != "sizes" and draw.random() < 0.25:
+        if model.has_extra:
+            # Within a fit every batch must have the same parts.
+            drawn.draw_extras(1 if which == "batch" else 99)
+    if may_spoil and which not in ("sizes", "batch") and draw.random() < 0.25:
         drawn.spoil(k)
     class_weight = None
     if may_weigh_classes and which != "batch" and draw.random() < 0.5:
@@ -229,6 +232,7 @@ class DrawnData:
         count = draw.choice([1, 1, 1, 2, 2, 3]) if which != "sizes" else 1
         self.fits = [self._fit(sizes, which) for _ in range(count)]
         self.lengths = [[4] * len(sizes) for _, sizes, _ in self.fits]
+        self.extras = [[False] * len(sizes) for _, sizes, _ in self.fits]
         self.spoilt = [set() for _ in self.fits]
         self.test_length = draw.choice([4, 2, 3]) if self.varies else 4
 
@@ -251,9 +255,9 @@ class DrawnData:
     def are_even(self):
         """Whether a fit's batches could be cut out of arrays."""
         return all(
-            is_even and len(set(lengths)) == 1
-            for (_, _, is_even), lengths in zip(
-                self.fits, self.lengths, strict=True
+            is_even and len(set(lengths)) == 1 and len(set(extras)) == 1
+            for (_, _, is_even), lengths, extras in zip(
+                self.fits, self.lengths, self.extras, strict=True
             )
         )
 
@@ -267,6 +271,14 @@ class DrawnData:
                     length = self.draw.choice([4, 2, 3])
                 lengths[index] = length
 
+    def draw_extras(self, steps):
+        """Draw for every update of so many batches whether it has more."""
+        for extras in self.extras:
+            for index in range(len(extras)):
+                if index % steps == 0:
+                    has_more = self.draw.random() < 0.5
+                extras[index] = has_more
+
     def spoil(self, steps):
         """Have an update of a fit be not finite, where it has others."""
         for spoilt, lengths in zip(self.spoilt, self.lengths, strict=True):
@@ -277,12 +289,14 @@ class DrawnData:
     def rows(self):
         """The text of all fits."""
         rows = []
-        for (epochs, sizes, _), lengths, spoilt in zip(
-            self.fits, self.lengths, self.spoilt, strict=True
+        for (epochs, sizes, _), lengths, extras, spoilt in zip(
+            self.fits, self.lengths, self.extras, self.spoilt, strict=True
         ):
             batches = [
-                f"make_batch(rng, {size}, {length})"
-                for size, length in zip(sizes, lengths, strict=True)
+                f"make_batch(rng, {size}, {length}{', True' * extra})"
+                for size, length, extra in zip(
+                    sizes, lengths, extras, strict=True
+                )
             ]
             for index in spoilt:
                 batches[index] = f"spoil({batches[index]})"
@@ -318,7 +332,7 @@ def finish_training(
     if any(drawn.spoilt):
         features.append("skipped windows")
     # Keras on JAX reads the weights of losses once, when it compiles.
-    changes = backend == "tensorflow"
+    changes = backend == "tensorflow" and which != "batch"
     fields = {
         "accumulation": accumulation,
         "data": text,
