@@ -228,7 +228,9 @@ class WindowVariables:
         self.window.clear()
         for position, accumulator in enumerate(self.accumulators):
             least = self._passes.least(position)
-            accumulator.assign(ops.full_like(accumulator.value, least))
+            value = accumulator.value
+            fill = _filled_with(least)
+            accumulator.assign(fill(value.shape, value.dtype))
 
     # The beginnings of epochs and windows.
 
@@ -266,6 +268,8 @@ class WindowVariables:
 
 
 def _filled_with(value):
+    if not value:
+        return ops.zeros  # for which JAX compiles nothing
     return lambda shape, dtype: ops.full(shape, value, dtype)
 
 

@@ -151,11 +151,16 @@ def test_metrics_of_a_point_are_the_running_means_of_the_epoch():
 
 
 def test_metric_of_several_values_is_a_list_of_numbers():
-    trainer = make_trainer(
-        metrics=[keras.metrics.FBetaScore(average=None, threshold=0.5)]
+    trainer = Trainer(
+        keras.Sequential([keras.Input([3]), keras.layers.Dense(2)]),
+        optimizer="sgd",
+        loss="mse",
+        metrics=[keras.metrics.FBetaScore(average=None, threshold=0.5)],
+        accumulation=2,
     )
     logger = Points()
-    fit(logger, trainer=trainer, y=(Y > 0).astype("float32"))
+    y = (Y > 0).astype("float32").reshape(-1, 1)
+    fit(logger, trainer=trainer, y=np.concatenate([y, 1 - y], axis=1))
     value = logger.points[0][1]["fbeta_score"]
     assert type(value) is list and type(value[0]) is float
 

@@ -4,13 +4,15 @@ import os
 from pathlib import Path
 
 BACKEND = os.environ["KERAS_BACKEND"]
-WITHOUT_TENSORFLOW = Path(__file__).with_name("without_tensorflow")
+SUPPORT = Path(__file__).parent
+WITHOUT_TENSORFLOW = SUPPORT / "without_tensorflow"
 
 
 def of_one_backend(left_out=(), backend=BACKEND):
     """Copy the environment for a process that uses one backend alone.
 
-    On JAX it finds no TensorFlow: where Keras does, it imports it to seed it,
+    It finds what several tests use. On JAX it finds no TensorFlow: where Keras
+    does, it imports it to seed it,
     which takes every process four seconds.
 
     Args:
@@ -21,9 +23,9 @@ def of_one_backend(left_out=(), backend=BACKEND):
         Dict of str.
     """
     environment = os.environ | {"KERAS_BACKEND": backend}
-    if backend == "jax":
-        paths = [str(WITHOUT_TENSORFLOW), os.environ.get("PYTHONPATH")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    paths = [str(WITHOUT_TENSORFLOW)] if backend == "jax" else []
+    paths += [str(SUPPORT), os.environ.get("PYTHONPATH")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return {k: v for k, v in environment.items() if k not in left_out}
 
 
@@ -36,5 +38,5 @@ def beside(file):
     Returns:
         Dict of str.
     """
-    paths = [str(Path(file).parent), str(Path(__file__).parent)]
+    paths = [str(Path(file).parent), str(SUPPORT)]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}

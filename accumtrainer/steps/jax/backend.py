@@ -140,7 +140,6 @@ class JaxBackend(Backend):
 
     @contextlib.contextmanager
     def with_float64(self):
-        """Make a scope in which float64 can be computed."""
         # Older versions of JAX have it among what they try out.
         owner = jax if hasattr(jax, "enable_x64") else jax.experimental
         # Numbers of the code are float32, and may be mixed with it.

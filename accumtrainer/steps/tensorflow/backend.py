@@ -161,8 +161,7 @@ class TensorFlowBackend(Backend):
         )
 
     def with_float64(self):
-        """Make a scope in which float64 can be computed; here it always can."""
-        return contextlib.nullcontext()
+        return contextlib.nullcontext()  # it always can
 
     def constant(self, value):
         return tf.constant(value)
