@@ -175,6 +175,14 @@ NOT_A_WEIGHTED_LOSS = (
     "denominator is what the mean was divided by."
 )
 
+OTHER_LOSSES = (
+    "Losses must be alike, in number, names and kind, for all micro-batches "
+    "whose parts are, whatever their sizes, since a window adds them up. "
+    "Received: {received}, where the first micro-batch had {expected}. Let "
+    "them depend on the parts of the data alone; a loss that does not apply "
+    "may be 0, with a denominator of 0."
+)
+
 LOG_OUTSIDE_HOOK = (
     "self.log must be called from a hook, while the step is traced. "
     "Received: self.log({name!r}) outside one. In host code, put numbers into "

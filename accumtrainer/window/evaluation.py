@@ -50,6 +50,7 @@ class EvaluationProgram:
         if self.kind not in self._known:
             self._known[self.kind] = self._look_at(batch)
         self._tally, self.losses, self._idle_metrics = self._known[self.kind]
+        self._objective.expected = self.losses
 
     def _look_at(self, batch):
         book = self._hooks._log_book
@@ -118,6 +119,7 @@ class EvaluationProgram:
         """
         self._hooks._log_book.open()
         measured = self._objective.measure(batch, self._info())
+        self._objective.check(measured.losses)
         logs = self._hooks._log_book.take()
         means = measured.means()
         is_sum = np.array([loss.is_sum for loss in measured.losses])

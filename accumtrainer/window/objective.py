@@ -50,9 +50,14 @@ class Objective:
 
     Args:
         hooks: `Hooks`.
+
+    Attributes:
+        expected: list of `WeightedLoss`, of which only kind and name count:
+            the losses there must be; `None` where they are being found out.
     """
 
     def __init__(self, hooks):
+        self.expected = None
         self._hooks = hooks
         model = hooks.model
         self._adds_losses = hooks.overrides("compute_loss") or not (
@@ -94,6 +99,29 @@ class Objective:
             regularization = ops.zeros((), dtype="float32")
         return Measured(
             losses=losses, regularization=regularization, samples=samples
+        )
+
+    def check(self, losses, *, is_training=True):
+        """Refuse losses other than what windows were made to add up.
+
+        Args:
+            losses: list of `WeightedLoss`.
+            is_training: bool, whether they were computed as those expected;
+                if not, their names and kinds may differ.
+
+        Raises:
+            ValueError: they are not the expected ones.
+        """
+        if self.expected is None:
+            return
+        expected, received = map(_kinds, (self.expected, losses))
+        is_alike = len(expected) == len(received)
+        if is_alike and (expected == received or not is_training):
+            return
+        raise ValueError(
+            errors.OTHER_LOSSES.format(
+                expected=", ".join(expected), received=", ".join(received)
+            )
         )
 
     def _weigh_added(self, added, batch, samples):
@@ -169,6 +197,14 @@ def named_losses(losses, means):
         for i, loss in enumerate(losses)
         if loss.name is not None
     }
+
+
+def _kinds(losses):
+    """Describe losses by what a window adds up of them, list of strings."""
+    return [
+        f"{'sum' if loss.is_sum else 'mean'} {loss.name or 'loss'!r}"
+        for loss in losses
+    ]
 
 
 def _as_losses(result):

@@ -241,6 +241,7 @@ class Passes:
         def objective():
             book.open()
             measured = self.objective.measure(batch, info, compute_loss)
+            self.objective.check(measured.losses)
             factors = loss_factors(
                 measured.losses,
                 share.weighing,
@@ -372,9 +373,10 @@ class Passes:
             batch = self._prepare(batch, index, share, info)
             book.open()
             info = replace(info, training=False)
-            denominators = self.objective.measure(batch, info).denominators()
+            measured = self.objective.measure(batch, info)
+            self.objective.check(measured.losses, is_training=False)
             book.take()
-        return denominators
+        return measured.denominators()
 
     # Looking ahead, for a loss that couples the examples of a window.
 

@@ -94,7 +94,7 @@ class WindowProgram:
         hooks._log_book.reductions.clear()
         survey = Survey(hooks, passes, backend, batch)
         self.operations = survey.operations
-        self.losses = survey.losses
+        self.losses = passes.objective.expected = survey.losses
         self.idle_metrics = survey.idle_metrics
         self.moved = survey.moved
         self._surveys = {kind_of(batch): survey}
@@ -122,12 +122,13 @@ class WindowProgram:
             batch: `Batch` of arrays, one micro-batch.
         """
         kind = kind_of(batch)
+        objective = self._passes.objective
         if kind not in self._surveys:
             survey = Survey(self._hooks, self._passes, self._backend, batch)
             self._variables.expect(survey)
             self._surveys[kind] = survey
         self._variables.follow(self._surveys[kind])
-        self.losses = self._surveys[kind].losses
+        self.losses = objective.expected = self._surveys[kind].losses
         self.idle_metrics = self._surveys[kind].idle_metrics
         self.moved = self._surveys[kind].moved
 

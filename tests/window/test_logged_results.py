@@ -345,3 +345,40 @@ def test_layers_may_add_losses_with_later_data_only():
     pairs = zip(train(accumulating), train(compiled), strict=True)
     for ours, theirs in pairs:
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+class LossesBySize(Trainer):
+    """Has other losses for micro-batches of four than for smaller ones."""
+
+    def __init__(self, *arguments, of_four, **options):
+        super().__init__(*arguments, **options)
+        self._of_four = of_four
+
+    def compute_loss(self, batch, info):
+        outputs = self.model(batch.x, training=info.training)
+        error = ops.mean(ops.square(outputs - batch.y))
+        loss = WeightedLoss(error, 4)
+        if len(outputs) != 4:
+            return {"error": loss, "second": loss}
+        return {
+            "more": {"error": loss, "second": loss, "third": loss},
+            "name": {"error": loss, "other": loss},
+            "kind": {"error": loss, "second": WeightedLoss(error, None)},
+        }[self._of_four]
+
+
+@pytest.mark.parametrize("of_four", ["more", "name", "kind"])
+@pytest.mark.parametrize("batch_size", [4, 6])
+@pytest.mark.parametrize("run", ["fit", "evaluate"])
+def test_losses_that_depend_on_the_size_of_micro_batches_are_refused(
+    run, batch_size, of_four
+):
+    trainer = LossesBySize(
+        make_model(),
+        optimizer="sgd",
+        of_four=of_four,
+        accumulation=Accumulation(micro_batch_size=4),
+        **QUICKEST,
+    )
+    with pytest.raises(ValueError, match="Losses must be alike"):
+        getattr(trainer, run)(X[:6], Y[:6], batch_size=batch_size, verbose=0)
