@@ -101,13 +101,15 @@ class Objective:
             losses=losses, regularization=regularization, samples=samples
         )
 
-    def check(self, losses, *, is_training=True):
+    def expects_as_many(self, losses):
+        """Whether losses are as many as were expected."""
+        return self.expected is None or len(self.expected) == len(losses)
+
+    def check(self, losses):
         """Refuse losses other than what windows were made to add up.
 
         Args:
             losses: list of `WeightedLoss`.
-            is_training: bool, whether they were computed as those expected;
-                if not, their names and kinds may differ.
 
         Raises:
             ValueError: they are not the expected ones.
@@ -115,14 +117,12 @@ class Objective:
         if self.expected is None:
             return
         expected, received = map(_kinds, (self.expected, losses))
-        is_alike = len(expected) == len(received)
-        if is_alike and (expected == received or not is_training):
-            return
-        raise ValueError(
-            errors.OTHER_LOSSES.format(
-                expected=", ".join(expected), received=", ".join(received)
+        if expected != received:
+            raise ValueError(
+                errors.OTHER_LOSSES.format(
+                    expected=", ".join(expected), received=", ".join(received)
+                )
             )
-        )
 
     def _weigh_added(self, added, batch, samples):
         losses = []

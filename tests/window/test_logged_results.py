@@ -382,3 +382,42 @@ def test_losses_that_depend_on_the_size_of_micro_batches_are_refused(
     )
     with pytest.raises(ValueError, match="Losses must be alike"):
         getattr(trainer, run)(X[:6], Y[:6], batch_size=batch_size, verbose=0)
+
+
+class AddsLossInTraining(layers.Layer):
+    def call(self, x, training=False):
+        if training:
+            self.add_loss(ops.mean(ops.square(x)))
+        return x
+
+
+def test_layer_may_add_a_loss_in_training_only_beside_several_outputs():
+    def make():
+        x = keras.Input([3])
+        hidden = layers.Dense(4, kernel_initializer="ones")(x)
+        hidden = AddsLossInTraining()(hidden)
+        heads = [layers.Dense(1, kernel_initializer="ones") for _ in range(2)]
+        return keras.Model(x, [head(hidden) for head in heads])
+
+    reference, model = make(), make()
+    samples, targets = X[:7], [Y[:7], -Y[:7]]
+    weights = [np.arange(1.0, 8.0), np.arange(8.0, 1.0, -1.0)]
+    losses = [
+        keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+        for _ in range(2)
+    ]
+    reference.compile(keras.optimizers.SGD(0.01), losses)
+    reference.train_on_batch(samples, targets, sample_weight=weights)
+    trainer = Trainer(
+        model,
+        optimizer=keras.optimizers.SGD(0.01),
+        loss=losses,
+        denominator="samples",
+        accumulation=TWO,
+        **QUICKEST,
+    )
+    trainer.train_on_batch(samples, targets, sample_weight=weights)
+    for ours, theirs in zip(
+        model.get_weights(), reference.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
