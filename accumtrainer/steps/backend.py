@@ -109,7 +109,7 @@ class Backend(abc.ABC):
         Returns:
             Ragged tensor.
         """
-        raise NotImplementedError
+        raise AssertionError(f"{self.name} joins no ragged ones: {arrays}")
 
     @property
     @abc.abstractmethod
