@@ -224,7 +224,7 @@ class Trainer(Hooks):
     @property
     def progress(self) -> Progress:
         """A copy of the counters; reading it waits for the device."""
-        return self._engine.progress
+        return self._engine.counting.progress
 
     @property
     def progress_at_most(self) -> Progress:
@@ -233,12 +233,12 @@ class Trainer(Hooks):
         Its updates are as many as there can be: windows that may yet turn out
         to be skipped count among them.
         """
-        return self._engine.progress_at_most
+        return self._engine.counting.progress_at_most
 
     @property
     def samples_seen(self) -> int:
         """Samples consumed so far, an int the host knows without waiting."""
-        return self._engine.samples_seen
+        return self.progress_at_most.samples
 
     @property
     def window_logs(self) -> Logs:
@@ -309,7 +309,7 @@ class Trainer(Hooks):
         Returns:
             bool.
         """
-        return self._engine.is_due(every, since)
+        return self._engine.counting.is_due(every, since)
 
     @property
     def replicas(self) -> int:
@@ -467,7 +467,7 @@ class Trainer(Hooks):
                 )
             ),
             epochs_before=(
-                max(0, self._engine.epochs_finished - initial_epoch)
+                max(0, self.progress_at_most.epochs - initial_epoch)
                 if saved is None
                 else 0  # The run that goes on knows its own.
             ),
@@ -697,15 +697,16 @@ class Trainer(Hooks):
         source = make_source_of_one(x, y, sample_weight, class_weight)
         window = self._cut(source)
         engine.prepare(window)
-        engine.start_epoch(engine.epochs_finished)
+        engine.start_epoch(self.progress_at_most.epochs)
         with Interruption().deferred() as interruption:
             try:
                 report = engine.run_window(window)
-                engine.count_window(engine.last_window)
+                window = engine.last_window
+                engine.counting.add(window.micro_batches, window.samples)
             finally:
                 engine.publish()
             interruption.check()
-        engine.check_skips()
+        engine.counting.check_skips()
         return _as_keras_returns(
             report.running(), engine.trained_names, return_dict
         )

@@ -49,6 +49,7 @@ from accumtrainer.training.construction import (
     resolve_loss_scale,
     resolve_optimizer,
 )
+from accumtrainer.training.counting import Counting
 from accumtrainer.training.other_trainers import WITHIN_FIT, refuse_arguments
 from accumtrainer.window.hooks import (
     Hooks,
@@ -110,7 +111,6 @@ class FitAccumulator(Hooks):
         self.loss_scale = resolve_loss_scale(model, loss_scale, carried)
         self._carries_scale = loss_scale == "auto" and carried is not None
         self._set_up_hooks(denominator)
-        self._max_consecutive_skips = max_consecutive_skips
         initial_scale = self.loss_scale.initial if self.loss_scale else 1.0
         self._state = TrainingState(seed=0, loss_scale=initial_scale)
         self._fit_state = make_fit_state(self._backend, model)
@@ -122,8 +122,7 @@ class FitAccumulator(Hooks):
         self._step: Any = None
         self._checked_losses = []
         self._is_first_group = True
-        self._progress = Progress()
-        self._unread_windows = self._known_skips = 0
+        self._counting = Counting(self._read_counters, max_consecutive_skips)
         self._is_running = False
         self._scaled_by = None
 
@@ -198,7 +197,7 @@ class FitAccumulator(Hooks):
                 batches_per_epoch / model.steps_per_execution
             )
         self._is_first_group = True
-        self._begun = time.monotonic() - self._progress.seconds
+        self._begun = time.monotonic() - self._counting.progress_at_most.seconds
         self._train_function_before = model.train_function
         model.train_function = self._train_function
         model.make_train_function = self._make_train_function
@@ -240,8 +239,8 @@ class FitAccumulator(Hooks):
         self.finish_window()
         self._fit_state.leave()
         self._give_scale()
-        self._progress.epochs += 1
-        self._check_skips(is_epoch_over=True)
+        self._counting.add_epoch()
+        self._counting.check_skips()
 
     def uninstall(self) -> None:
         """Put back what `install` has changed, unless others have since."""
@@ -258,10 +257,7 @@ class FitAccumulator(Hooks):
     @property
     def progress(self) -> Progress:
         """A copy of the counters; reading it waits for the device."""
-        progress = self._progress.copy()
-        progress.updates = self._read(self._state.updates)
-        progress.skipped_updates = self._read(self._state.skipped_updates)
-        return progress
+        return self._counting.progress
 
     # What `fit` calls.
 
@@ -276,15 +272,14 @@ class FitAccumulator(Hooks):
         Nothing may raise once something has run, or `fit` on JAX is left with
         arrays that have been given away.
         """
-        self._check_skips()
+        self._counting.check_skips_if_many()
         group = self._groups.take(iterator)
         if self._is_first_group:
             self._prepare(group.batches()[0])
             self._is_first_group = False
         self._fit_state.settle(self._shown)
         self._is_running = True
-        self._progress.micro_batches += len(group)
-        self._progress.samples += group.samples
+        self._counting.add(len(group), group.samples)
         while len(group):
             if not self._waiting:
                 self._steps = self._steps_of_window()
@@ -294,7 +289,7 @@ class FitAccumulator(Hooks):
         if self._waiting and self._groups.is_last():
             self._close_window()
         self._is_running = False
-        self._progress.seconds = time.monotonic() - self._begun
+        self._counting.set_seconds(time.monotonic() - self._begun)
         return self._logs
 
     @property
@@ -305,7 +300,7 @@ class FitAccumulator(Hooks):
     def _steps_of_window(self):
         updates = 0
         if callable(self.accumulation.steps):
-            updates = self._read(self._state.updates)
+            updates = self.progress.updates
         return self.accumulation.steps_at(self._epoch, updates)
 
     def _fill_window(self, group, closes):
@@ -335,7 +330,7 @@ class FitAccumulator(Hooks):
         self._note(report)
 
     def _note(self, report):
-        self._unread_windows += 1
+        self._counting.add_window()
         self._logs = late_logs(report)
 
     # Parts.
@@ -421,24 +416,9 @@ class FitAccumulator(Hooks):
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
 
-    def _check_skips(self, *, is_epoch_over=False):
-        """Stop where too many windows in a row were not finite."""
-        limit = self._max_consecutive_skips
-        if limit is None or not self._unread_windows:
-            return
-        most = self._known_skips + self._unread_windows
-        if not is_epoch_over and most <= limit:
-            return
-        self._known_skips = self._read(self._state.consecutive_skips)
-        self._unread_windows = 0
-        if self._known_skips > limit:
-            raise errors.NonFiniteError(
-                errors.NON_FINITE.format(
-                    count=self._known_skips,
-                    update=self._read(self._state.updates),
-                    limit=limit,
-                )
-            )
+    def _read_counters(self):
+        names = ("updates", "skipped_updates", "consecutive_skips")
+        return {name: self._read(getattr(self._state, name)) for name in names}
 
     def _read(self, variable):
         return _as_number(self._fit_state.read(variable))

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from typing import Any
 
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch, map_leaves
@@ -21,6 +22,7 @@ from accumtrainer.saving.snapshot import (
 )
 from accumtrainer.steps import Plan, Step, choose_plan, make_backend
 from accumtrainer.steps.memory import make_memory_plan
+from accumtrainer.training.counting import Counting
 from accumtrainer.training.evaluator import Evaluator
 from accumtrainer.training.in_flight import InFlight
 from accumtrainer.training.input_checks import compile_option, has_own_loss
@@ -45,6 +47,7 @@ class Engine:
         max_consecutive_skips: int, or `None` for any number.
 
     Attributes:
+        counting: `Counting` of what has run.
         last_window: `Window` that was run last, `None` before the first.
         data_seconds: seconds spent so far on waiting for windows.
     """
@@ -65,7 +68,6 @@ class Engine:
         self._tracked = tracked
         self._jit_compile = jit_compile
         self._run_eagerly = run_eagerly
-        self._max_consecutive_skips = max_consecutive_skips
         self._backend = make_backend(
             run_eagerly=run_eagerly,
             model=self._model,
@@ -80,16 +82,16 @@ class Engine:
         )
         self._sizing = make_sizing(hooks.accumulation, self._backend)
         self._program = self._step = self._plan = None
-        self._progress = Progress()
-        self._shown = None
-        self._last_report = None
+        self._last_report: Any = None
         self._in_flight = InFlight()
+        self.counting = Counting(
+            lambda: self._last_report.section("counters"),
+            max_consecutive_skips,
+        )
         self._checked_losses = []
         self._streams, self._settled_streams = [], 0
         self.last_window = None
         self.data_seconds = 0.0
-        self._unread_windows = 0
-        self._known_skips = 0
         is_built = self._model.built
         self._trainable = Trainable(self._model) if is_built else None
         self._compiled = list(self._model.metrics)
@@ -152,24 +154,6 @@ class Engine:
     def has_begun(self):
         """Whether a window has been prepared for."""
         return self._program is not None
-
-    @property
-    def progress(self):
-        """A copy of the counters; reading it waits for the device."""
-        if self._shown is not None:
-            return self._shown.copy()
-        self._read_counters()
-        return self._progress.copy()
-
-    @property
-    def samples_seen(self):
-        """Samples consumed so far, an int the host knows without waiting."""
-        return self._progress.samples
-
-    @property
-    def epochs_finished(self):
-        """Epochs run so far, an int the host knows without waiting."""
-        return self._progress.epochs
 
     def check_compiled(self):
         """Refuse a model that has been compiled anew, with new metrics."""
@@ -359,7 +343,7 @@ class Engine:
         """
         self.publish()
         values = {k: copy_to_host(v) for k, v in self._parts().items()}
-        return values, self.progress.as_dict()
+        return values, self.counting.progress.as_dict()
 
     def check_fits(self, values, *, is_amid_epoch, parts=None):
         """Refuse saved values that are not this training's.
@@ -411,10 +395,8 @@ class Engine:
             if self._program is not None:
                 self._settle_streams()
         if progress is not None:
-            self._progress = Progress.from_dict(progress)
             skips = keras.ops.convert_to_numpy(self._state.consecutive_skips)
-            self._known_skips = int(skips)
-            self._unread_windows = 0
+            self.counting.restore(Progress.from_dict(progress), int(skips))
             self._last_report = None
 
     def _settle_streams(self):
@@ -468,25 +450,13 @@ class Engine:
         self.last_window = window
         if self._backend.runs_ahead:
             self._in_flight.add(self._last_report, window.size_bytes)
-        self._unread_windows += 1
-        if self._max_consecutive_skips is not None:
-            most_skips = self._known_skips + self._unread_windows
-            if most_skips > self._max_consecutive_skips:
-                self.check_skips()
+        self.counting.add_window()
+        self.counting.check_skips_if_many()
         return self._last_report
 
     def publish(self):
         """Make the model's variables current, for code that can look."""
         self._backend.publish()
-
-    @contextlib.contextmanager
-    def showing(self, progress):
-        """Show other counters as `progress`, to tell of a window's middle."""
-        self._shown = progress
-        try:
-            yield
-        finally:
-            self._shown = None
 
     def waiting_for(self, windows):
         """Yield windows, noting for how long each is waited for.
@@ -503,48 +473,11 @@ class Engine:
                 return
             yield window
 
-    def count_window(self, window):
-        """Count a window that has run."""
-        self._progress.micro_batches += window.micro_batches
-        self._progress.samples += window.samples
-
-    def count_seconds(self, seconds):
-        """Note for how long training has gone on, over all calls."""
-        self._progress.seconds = seconds
-
     def finish_epoch(self):
         """Count an epoch that has run."""
-        self._progress.epochs += 1
-        self.check_skips()
-
-    @property
-    def updates_at_most(self):
-        """Updates made if no window since the last look was skipped."""
-        return self._progress.updates + self._unread_windows
-
-    @property
-    def progress_at_most(self):
-        """A copy of the counters if no window since then was skipped."""
-        at_most = self._progress.copy()
-        at_most.updates = self.updates_at_most
-        return at_most
-
-    def is_due(self, every, since):
-        """Say whether an occasion has come since some earlier progress.
-
-        Counting the updates waits for the device. That is done only where
-        enough windows have run that the occasion could be there.
-
-        Args:
-            every: `Every`.
-            since: `Progress` at an earlier moment.
-
-        Returns:
-            bool.
-        """
-        return every.is_due(since, self.progress_at_most) and every.is_due(
-            since, self.progress
-        )
+        self.counting.add_epoch()
+        if self.has_report:
+            self.counting.check_skips()
 
     @property
     def has_report(self):
@@ -612,28 +545,3 @@ class Engine:
         if self.replicas > 1 or self._sizing.may_cut:
             return True
         return window.micro_batches > 1 if steps is None else steps != 1
-
-    def _read_counters(self):
-        """Learn from the device how many windows were applied."""
-        if self._unread_windows:
-            counters = self._last_report.section("counters")
-            self._progress.updates = counters["updates"]
-            self._progress.skipped_updates = counters["skipped_updates"]
-            self._known_skips = counters["consecutive_skips"]
-            self._unread_windows = 0
-
-    def check_skips(self):
-        """Stop where too many windows in a row were not finite."""
-        limit = self._max_consecutive_skips
-        if self._last_report is None:
-            return
-        self._read_counters()
-        counters = self._last_report.section("counters")
-        if limit is not None and counters["consecutive_skips"] > limit:
-            raise errors.NonFiniteError(
-                errors.NON_FINITE.format(
-                    count=counters["consecutive_skips"],
-                    update=counters["updates"],
-                    limit=limit,
-                )
-            )

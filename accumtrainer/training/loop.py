@@ -109,7 +109,7 @@ class FitLoop:
     def _find_start(self):
         if self._saved is None:
             epoch = self._options.initial_epoch
-            return FreshStart(epoch, self._engine.progress)
+            return FreshStart(epoch, self._engine.counting.progress)
         return SavedStart(
             self._saved,
             self._source,
@@ -426,7 +426,7 @@ class FitLoop:
         if items and not self._has_made_all_updates():
             self._is_at_rest = False
             self._run_window(self._source.window(items, None))
-            self._engine.check_skips()
+            self._engine.counting.check_skips()
 
     def _leave_if_interrupted(self):
         if self._interruption.is_pending:
@@ -443,16 +443,17 @@ class FitLoop:
         engine, dispatcher = self._engine, self._dispatcher
         dispatcher.call("on_train_batch_begin", index, {})
         if any(map(dispatcher.listens, ("on_micro_batch", "on_accumulate"))):
-            before = engine.progress
+            before = engine.counting.progress
             report = engine.run_window(window)
             self._tell_micro_batches(report, engine.last_window, before)
         else:
             report = engine.run_window(window)
-        engine.count_window(engine.last_window)
-        engine.count_seconds(self._start.before.seconds + self._seconds())
+        counting, window = engine.counting, engine.last_window
+        counting.add(window.micro_batches, window.samples)
+        counting.set_seconds(self._start.before.seconds + self._seconds())
         if dispatcher.listens("on_apply"):
             dispatcher.call(
-                "on_apply", engine.progress.updates, engine.window_logs
+                "on_apply", counting.progress.updates, engine.window_logs
             )
         logs = Logs(report.running_logs)
         dispatcher.call("on_train_batch_end", index, logs)
@@ -467,7 +468,7 @@ class FitLoop:
     def _tell_micro_batches(self, report, window, progress):
         """Tell of micro-batches, with `progress` as if one by one."""
         columns = report.micro_batches()
-        with self._engine.showing(progress):
+        with self._engine.counting.showing(progress):
             for index, size in enumerate(window.sizes):
                 progress.micro_batches += 1
                 progress.samples += size
@@ -479,8 +480,9 @@ class FitLoop:
         every = self._options.validation_every
         if every is None or not self._validation:
             return
-        if self._engine.is_due(every, self._validated):
-            self._validated = self._engine.progress
+        counting = self._engine.counting
+        if counting.is_due(every, self._validated):
+            self._validated = counting.progress
             with self._engine.metrics_kept():
                 self._validate()
 
@@ -491,6 +493,6 @@ class FitLoop:
         self._validation_logs = self._validation.run(evaluate)
         self._dispatcher.call(
             "on_validation_end",
-            self._engine.progress.updates,
+            self._engine.counting.progress.updates,
             self._validation_logs,
         )

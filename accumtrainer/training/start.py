@@ -48,14 +48,11 @@ class FreshStart:
 
     def has_made(self, updates: float, engine: Any) -> bool:
         """Whether so many updates have been made in the Trainer's life."""
-        # Reading the counters waits for the device.
-        if engine.updates_at_most < updates:
-            return False
-        return engine.progress.updates >= updates
+        return engine.counting.has_made(updates)
 
     def updates(self, engine: Any) -> int:
         """Count the updates made; waits for the device."""
-        return engine.progress.updates
+        return engine.counting.progress.updates
 
 
 class SavedStart(FreshStart):
