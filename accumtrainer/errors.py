@@ -412,9 +412,10 @@ NO_LOSS = (
 )
 
 NOTHING_TO_TRAIN = (
-    "model must have trainable weights where it is trained. Received: model "
-    "{model!r} with none. Set layer.trainable = True before making the "
-    "Trainer, or leave training out: evaluate and predict need none."
+    "The model does not have any trainable weights. Losses and metrics of "
+    "{model!r} are computed, and what moves in forward passes moves; nothing "
+    "is trained, and optimizer.iterations stands still, as in Keras. To train, "
+    "set layer.trainable = True before."
 )
 
 HAND_MADE_LOSS_SCALE_OPTIMIZER = (

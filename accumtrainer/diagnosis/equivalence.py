@@ -69,7 +69,7 @@ class Equivalence:
             self.errors.items(),
             key=lambda row: -np.nan_to_num(row[1], nan=np.inf),
         )
-        width = max(len(path) for path, _ in rows[:MOST_ROWS])
+        width = max((len(path) for path, _ in rows[:MOST_ROWS]), default=0)
         lines += [f"  {p:<{width}}  {e:.1e}" for p, e in rows[:MOST_ROWS]]
         if len(rows) > MOST_ROWS:
             lines.append(f"  and {len(rows) - MOST_ROWS} more variables")
@@ -315,7 +315,7 @@ def _errors(way, gradients, expected):
 
 def _largest(errors):
     """Return the largest error; NaN if there is one, which `max` may miss."""
-    return float(np.max(list(errors.values())))
+    return float(np.max(list(errors.values()), initial=0.0))
 
 
 def _drawing_layers(model):

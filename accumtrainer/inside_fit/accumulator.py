@@ -60,7 +60,7 @@ from accumtrainer.window.hooks import (
 from accumtrainer.window.losses import CompiledLoss
 from accumtrainer.window.program import WindowProgram
 from accumtrainer.window.state import Scratch, TrainingState
-from accumtrainer.window.trainable import Trainable
+from accumtrainer.window.trainable import Trainable, warn_of_nothing_to_train
 
 
 class FitAccumulator(Hooks):
@@ -345,6 +345,7 @@ class FitAccumulator(Hooks):
         check_dense(batch)
         self._backend.publish()
         self._build_model(batch)
+        warn_of_nothing_to_train(self.model)
         program = WindowProgram(
             self,
             self._state,

@@ -29,7 +29,7 @@ from accumtrainer.training.input_checks import compile_option, has_own_loss
 from accumtrainer.training.sizing import make_sizing
 from accumtrainer.window.objective import metric_variables, names_of
 from accumtrainer.window.program import WindowProgram
-from accumtrainer.window.trainable import Trainable
+from accumtrainer.window.trainable import Trainable, warn_of_nothing_to_train
 
 PARTS_OF_EPOCH = ("metrics", "means")
 """What an epoch begins anew, of the parts of a snapshot."""
@@ -225,10 +225,7 @@ class Engine:
             first, self._jit_compile, has_own_loss=has_own_loss(self._hooks)
         )
         self._evaluator.build_model(Batch(first.x))
-        if not self._model.trainable_variables:
-            raise ValueError(
-                errors.NOTHING_TO_TRAIN.format(model=self._model.name)
-            )
+        warn_of_nothing_to_train(self._model)
         if self._sizing.is_undecided:
             # One sample tells as much as many do.
             first = map_leaves(lambda leaf: leaf[:1], first)

@@ -1,5 +1,8 @@
 """What of a model is trained, which compiled windows do not look at again."""
 
+import warnings
+
+from accumtrainer import errors
 from accumtrainer.keras_api import flatten_layers
 
 
@@ -32,3 +35,10 @@ class Trainable:
                     f"where it was {was_trainable}"
                 )
         return None
+
+
+def warn_of_nothing_to_train(model):
+    """Warn where a model has no weights that training would move."""
+    if not model.trainable_variables:
+        message = errors.NOTHING_TO_TRAIN.format(model=model.name)
+        warnings.warn(message, stacklevel=2)

@@ -98,6 +98,8 @@ class Update:
                 passes.ordinary(gradients), self._backend
             )
             is_finite = ops.logical_and(is_finite, is_changed_finite)
+        if not self._model.trainable_variables:
+            is_finite = ops.isfinite(loss)  # there is nothing else to look at
         is_finite = self._backend.accepts(is_finite)
         factor = factor_to_clip(norm_to_clip, self._optimizer)
         if factor is not None:

@@ -178,7 +178,7 @@ class WindowVariables:
 
         Windows that run in one call need no such memory.
         """
-        if self.accumulators:
+        if len(self.accumulators) == len(self._model.trainable_variables):
             return
         self._backend.publish()
         self.accumulators = [

@@ -46,9 +46,6 @@ TENSORBOARD = "callbacks/tensorboard_test.py"
 SPARSE = "Sparse arrays are refused, since windows stack samples."
 RAGGED = "Ragged tensors are refused, since windows stack samples."
 TRAIN_STEP = "A model that overrides train_step is refused."
-NOTHING_TO_TRAIN = (
-    "The model has no trainable weights, and training one is refused."
-)
 STEPS_PER_EXECUTION = (
     "steps_per_execution is not heeded: callbacks are told of every update."
 )
@@ -66,6 +63,14 @@ FORWARD_PASSES = (
 AUTO_SCALE_LOSS = (
     "compile(auto_scale_loss=False) is not heeded: whether a Trainer scales "
     "the loss of float16 layers is said by its loss_scale."
+)
+OWN_SCALING = (
+    "A Trainer scales the loss of float16 layers itself, and leaves the model "
+    "compiled with the optimizer inside of Keras's LossScaleOptimizer."
+)
+COMPILED_LAYER = (
+    "A layer calls TensorFlow, which JAX cannot compile; that is said by "
+    "Trainer(jit_compile=False), not by compile(jit_compile=False)."
 )
 UNSYNCHRONIZED = (
     "It looks whether private values of variables are taken away while Keras "
@@ -88,25 +93,6 @@ MAY_FAIL = [
             "test_retracing",
         ),
         reason=TRAIN_STEP,
-    ),
-    MayFail(
-        file=TRAINER,
-        tests=(
-            "test_adds_loss_scaling_optimizer",
-            "test_fit_with_different_batch_size_same_loss",
-            "test_training_arg",
-        ),
-        reason=NOTHING_TO_TRAIN,
-    ),
-    MayFail(
-        file="callbacks/callback_test.py",
-        tests=("test_model_state_is_current_on_epoch_end",),
-        reason=NOTHING_TO_TRAIN,
-    ),
-    MayFail(
-        file=TENSORBOARD,
-        tests=("test_custom_summary",),
-        reason=NOTHING_TO_TRAIN,
     ),
     MayFail(
         file=TRAINER,
@@ -150,6 +136,18 @@ MAY_FAIL = [
         reason=MORE_LOGS,
     ),
     MayFail(
+        file=TENSORBOARD,
+        tests=("test_custom_summary",),
+        reason=MORE_LOGS,
+        backends=("tensorflow",),
+    ),
+    MayFail(
+        file=TENSORBOARD,
+        tests=("test_custom_summary",),
+        reason=COMPILED_LAYER,
+        backends=("jax",),
+    ),
+    MayFail(
         file=TRAINER,
         tests=(
             "test_compute_loss_no_training_backwards_compatibility",
@@ -170,6 +168,11 @@ MAY_FAIL = [
         file=TRAINER,
         tests=("test_loss_scaling_prevents_underflow",),
         reason=AUTO_SCALE_LOSS,
+    ),
+    MayFail(
+        file=TRAINER,
+        tests=("test_adds_loss_scaling_optimizer",),
+        reason=OWN_SCALING,
     ),
     MayFail(
         file=TRAINER,

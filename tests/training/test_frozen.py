@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from quickest import JIT_COMPILE
 
-from accumtrainer import Trainer
-from accumtrainer.callbacks import GradientAccumulation
+from accumtrainer import Every, Trainer
+from accumtrainer.callbacks import Checkpoint, GradientAccumulation
 from accumtrainer.keras_api import keras, ops
 
 X = np.random.default_rng(0).normal(1.0, size=(16, 3)).astype("float32")
@@ -124,18 +124,129 @@ def test_model_without_trainable_weights_evaluates_and_predicts(make):
     )
 
 
-@pytest.mark.parametrize("make", [make_frozen, make_weightless])
-def test_training_a_model_without_trainable_weights_is_refused(make):
+def make_statistics():
+    layers = keras.layers
+    statistics = layers.BatchNormalization(scale=False, center=False)
+    return keras.Sequential([keras.Input([3]), statistics])
+
+
+MAKERS = [make_frozen, make_weightless, make_statistics]
+ignoring_nothing_to_train = pytest.mark.filterwarnings(
+    "ignore:The model does not have any trainable"
+)
+
+
+def targets_of(model):
+    return Y * np.ones([1, model.output_shape[-1]], "float32")
+
+
+def compiled(model):
+    model.compile("sgd", "mse", metrics=["mae"], jit_compile=JIT_COMPILE)
+    return model
+
+
+def trainer_of(model, **options):
+    return Trainer(compiled(model), jit_compile=JIT_COMPILE, seed=0, **options)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_training_a_model_without_trainable_weights_warns(make):
     trainer = make_trainer(make())
-    y = Y * np.ones([1, trainer.model.output_shape[-1]], "float32")
-    with pytest.raises(ValueError, match="trainable weights where it is"):
-        trainer.fit(X, y, batch_size=4, verbose=0)
-    with pytest.raises(ValueError, match="trainable weights where it is"):
-        trainer.train_on_batch(X, y)
+    with pytest.warns(UserWarning, match="does not have any trainable"):
+        trainer.fit(X, targets_of(trainer.model), batch_size=4, verbose=0)
 
 
+@ignoring_nothing_to_train
+@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}])
+@pytest.mark.parametrize("accumulation", [1, 3], ids=["k=1", "k=3, tail"])
+@pytest.mark.parametrize("make", MAKERS)
+def test_fit_of_a_model_without_trainable_weights_does_what_keras_does(
+    make, accumulation, options
+):
+    model, other = make(), compiled(make())
+    trainer = trainer_of(model, accumulation=accumulation, **options)
+    given = {"batch_size": 4, "epochs": 2, "verbose": 0, "shuffle": False}
+    received = trainer.fit(X, targets_of(model), **given).history
+    expected = other.fit(X, targets_of(model), **given).history
+    for name, values in expected.items():
+        np.testing.assert_allclose(received[name], values, rtol=1e-5)
+    for new, old in zip(numbers(model), numbers(other), strict=True):
+        np.testing.assert_allclose(new, old, rtol=1e-5, atol=1e-6)
+    assert int(model.optimizer.iterations) == int(other.optimizer.iterations)
+    per_epoch = 4 if accumulation == 1 else 2
+    assert trainer.progress.updates == 2 * per_epoch
+
+
+@ignoring_nothing_to_train
+@pytest.mark.parametrize("make", MAKERS)
+def test_train_on_batch_without_trainable_weights_does_what_keras_does(make):
+    model, other = make(), compiled(make())
+    trainer = trainer_of(model)
+    for size in (8, 5):
+        batch = X[:size], targets_of(model)[:size]
+        received = trainer.train_on_batch(*batch, return_dict=True)
+        expected = other.train_on_batch(*batch, return_dict=True)
+        for name, value in expected.items():
+            assert received[name] == pytest.approx(float(value), rel=1e-5)
+    for new, old in zip(numbers(model), numbers(other), strict=True):
+        np.testing.assert_allclose(new, old, rtol=1e-5, atol=1e-6)
+
+
+@ignoring_nothing_to_train
+@pytest.mark.parametrize("plan", ["fused", "streamed"])
+def test_window_without_trainable_weights_is_forgotten_where_its_loss_is_nan(
+    plan,
+):
+    model, other = make_statistics(), make_statistics()
+    x = X.copy()
+    x[5] = np.nan
+    trainers = [trainer_of(m, accumulation=2) for m in (model, other)]
+    sizes = [2, 2, 2, 2] if plan == "fused" else [3, 1, 3, 1]
+    ends = np.cumsum(sizes)
+
+    def batches(x):
+        parts = [slice(e - n, e) for n, e in zip(sizes, ends, strict=True)]
+        return [(x[part], X[part]) for part in parts]
+
+    history = trainers[0].fit(batches(x), verbose=0, shuffle=False).history
+    # Its second window holds the NaN.
+    expected = trainers[1].fit(batches(X)[:2], verbose=0).history
+    assert trainers[0].progress.skipped_updates == 1
+    assert history["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    for new, old in zip(numbers(model), numbers(other), strict=True):
+        np.testing.assert_allclose(new, old, rtol=1e-5, atol=1e-6)
+
+
+@ignoring_nothing_to_train
+def test_training_without_trainable_weights_goes_on_from_a_checkpoint(
+    tmp_path,
+):
+    whole, half, rest = make_statistics(), make_statistics(), make_statistics()
+    options = {"batch_size": 4, "verbose": 0}
+    expected = trainer_of(whole).fit(X, X, epochs=2, **options).history
+    saving = [Checkpoint(tmp_path, Every(6, "updates"))]
+    trainer_of(half).fit(
+        X, X, epochs=2, max_updates=6, callbacks=saving, **options
+    )
+    received = (
+        trainer_of(rest)
+        .fit(X, X, epochs=2, resume_from=tmp_path, **options)
+        .history
+    )
+    assert received["loss"][-1] == expected["loss"][-1]
+    for new, old in zip(numbers(rest), numbers(whole), strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+@ignoring_nothing_to_train
+def test_nothing_to_train_is_the_same_update_as_of_the_big_batch():
+    found = make_trainer(make_frozen()).check_equivalence((X, Y))
+    assert found.is_exact
+    assert "the same update" in str(found)
+
+
+@ignoring_nothing_to_train
 @pytest.mark.parametrize("make", [make_frozen, make_weightless])
-@pytest.mark.filterwarnings("ignore:The model does not have any trainable")
 def test_accumulation_inside_fit_leaves_a_frozen_model_as_keras_does(make):
     histories, models = [], []
     for callbacks in ([], [GradientAccumulation(2)]):
