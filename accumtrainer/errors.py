@@ -396,8 +396,9 @@ MODEL_WITH_OWN_TEST_STEP = (
 OWN_COMPILE = (
     "model must be compiled before a Trainer is made for it, where its own "
     "compile takes other arguments than those given. Received: "
-    "{model}.compile{signature}, and {given}. Call model.compile first, and "
-    "then Trainer(model)."
+    "{model}.compile{signature}, and {given}, to which it says: {error}. Leave "
+    "out what it settles by itself, or call model.compile first, and then "
+    "Trainer(model)."
 )
 
 NO_TARGETS = (

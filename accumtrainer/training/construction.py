@@ -97,18 +97,18 @@ def compile_by_itself(model, optimizer, given):
     arguments = {k: v for k, v in arguments.items() if v is not None}
     if not arguments:
         return optimizer, given
-    signature = inspect.signature(model.compile)
     try:
-        signature.bind(**arguments)
+        model.compile(**arguments)
     except TypeError as error:
+        # Its own signature does not say what it hands on to others.
         raise ValueError(
             errors.OWN_COMPILE.format(
                 model=type(model).__name__,
-                signature=signature,
+                signature=inspect.signature(model.compile),
                 given=", ".join(arguments),
+                error=error,
             )
         ) from error
-    model.compile(**arguments)
     if not model.compiled:
         return optimizer, given
     return None, dict.fromkeys(given)

@@ -75,6 +75,20 @@ class WithSuffix(keras.Model):
         super().compile(keras.optimizers.get(optimizer), loss=f"{loss}_error")
 
 
+class WithLoss(keras.Model):
+    """Settles its loss itself."""
+
+    def compile(self, optimizer, **options):
+        super().compile(optimizer=optimizer, loss="mse", **options)
+
+
+class WithOptimizer(keras.Model):
+    """Settles its optimizer itself."""
+
+    def compile(self, **options):
+        super().compile("adam", **options)
+
+
 class Closed(keras.Model):
     """Keeps what it is given to itself."""
 
@@ -89,8 +103,10 @@ class Closed(keras.Model):
         (WithDefaults, {"loss": "mse"}),
         (WithDefaults, {"optimizer": "sgd", "metrics": ["mse"]}),
         (WithSuffix, {"optimizer": "adam", "loss": "mean_squared"}),
+        (WithLoss, {"optimizer": "adam", "metrics": ["mae"]}),
+        (WithOptimizer, {"loss": "mse"}),
     ],
-    ids=["optimizer", "loss", "metrics", "changed"],
+    ids=["optimizer", "loss", "metrics", "changed", "no loss", "no optimizer"],
 )
 def test_model_is_compiled_by_its_own_method(cls, arguments):
     plain = make(cls)
@@ -138,6 +154,15 @@ def test_compile_that_keeps_all_to_itself_is_followed_by_keras_s():
 def test_compile_with_other_arguments_is_asked_for_first():
     with pytest.raises(ValueError, match=r"compile\(optimizer, metrics, teach"):
         trainer_of(make(Distiller), optimizer="adam", loss="mse")
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"), [(WithLoss, "loss"), (WithOptimizer, "optimizer")]
+)
+def test_what_compile_settles_by_itself_is_named_where_it_is_given(cls, name):
+    match = rf"compile\(.*\*\*options\), and .* '{name}'\. Leave out"
+    with pytest.raises(ValueError, match=match):
+        trainer_of(make(cls), optimizer="adam", loss="mse")
 
 
 # --- Steps of their own. ---
