@@ -9,8 +9,18 @@ functions at the end of this file, each with its reason;
 
 import contextlib
 import os
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from accumtrainer import errors
+from accumtrainer.keras_api.types import (
+    Layer,
+    Model,
+    Nest,
+    Optimizer,
+    Tensor,
+    Variable,
+)
 
 KERAS_NAME = os.environ.get("ACCUMTRAINER_KERAS", "keras")
 
@@ -93,7 +103,7 @@ __all__ = [
 ]
 
 
-def refuse_other_keras(name, *things):
+def refuse_other_keras(name: str, *things: Any) -> None:
     """Refuse objects made with the Keras that is not in use here.
 
     Args:
@@ -116,7 +126,7 @@ def refuse_other_keras(name, *things):
             )
 
 
-def flatten_layers(model):
+def flatten_layers(model: Model) -> list[Layer]:
     """List the model and every layer below it, parents before children.
 
     Keras walks its own layers this way and offers no public walk that also
@@ -132,7 +142,7 @@ def flatten_layers(model):
 
 
 @contextlib.contextmanager
-def noting_activity(model):
+def noting_activity(model: Model) -> Iterator[Callable[[], list[Tensor]]]:
     """Make a scope that tells what activity regularizers add from the rest.
 
     Keras adds it like any other loss of a layer, one per output, each time
@@ -152,10 +162,12 @@ def noting_activity(model):
         for layer in flatten_layers(model)
         if getattr(layer, "activity_regularizer", None) is not None
     }
-    places = {layer: [] for layer in regularizers}
+    places: dict[Layer, list[int]] = {layer: [] for layer in regularizers}
 
-    def noting(layer, regularizer):
-        def regularize(output):
+    def noting(
+        layer: Layer, regularizer: Callable[[Tensor], Tensor]
+    ) -> Callable[[Tensor], Tensor]:
+        def regularize(output: Tensor) -> Tensor:
             place = len(layer._get_own_losses())
             # A new call of the model begins with no losses.
             before = [known for known in places[layer] if known < place]
@@ -164,7 +176,7 @@ def noting_activity(model):
 
         return regularize
 
-    def noted():
+    def noted() -> list[Tensor]:
         own = {layer: layer._get_own_losses() for layer in places}
         return [own[k][place] for k, known in places.items() for place in known]
 
@@ -177,7 +189,7 @@ def noting_activity(model):
             layer.activity_regularizer = regularizer
 
 
-def is_known_to(optimizer, variable):
+def is_known_to(optimizer: Optimizer, variable: Variable) -> bool:
     """Say whether an optimizer can update a variable.
 
     One that is not built yet will know any variable. Keras keeps those a
@@ -189,7 +201,7 @@ def is_known_to(optimizer, variable):
     return any(known is variable for known in optimizer._trainable_variables)
 
 
-def is_overwritten(variable):
+def is_overwritten(variable: Variable) -> bool:
     """Say whether an optimizer assigns a variable what its gradient is.
 
     The scales of float8 layers are such variables. Older versions of Keras do
@@ -198,7 +210,7 @@ def is_overwritten(variable):
     return getattr(variable, "overwrite_with_gradient", False)
 
 
-def copy_mask(source, target):
+def copy_mask(source: Tensor, target: Tensor) -> Tensor:
     """Attach to `target` the mask Keras attached to `source`, if any.
 
     A loss with `ignore_class` marks the values it ignored by such a mask.
@@ -213,7 +225,7 @@ def copy_mask(source, target):
     return target
 
 
-def compiled_arguments(model):
+def compiled_arguments(model: Model) -> dict[str, Any]:
     """Return what the user gave to `model.compile`, as the objects given.
 
     `Model.get_compile_config` returns them serialized, which loses functions
@@ -231,7 +243,7 @@ def compiled_arguments(model):
     return {name: config[name] for name in names}
 
 
-def schedule_of(optimizer):
+def schedule_of(optimizer: Optimizer) -> Any:
     """Return the schedule of an optimizer's learning rate, or `None`.
 
     `Optimizer.get_config` returns it serialized, and serializing imports
@@ -242,13 +254,12 @@ def schedule_of(optimizer):
     return rate if isinstance(rate, schedules.LearningRateSchedule) else None
 
 
-def call_predict_step(model, x):
+def call_predict_step(model: Model, x: Nest) -> Nest:
     """Call `predict_step` of a built model, wherever Keras keeps its state.
 
     On JAX it is given the values of the variables, and returns new ones.
 
     Args:
-        model: `keras.Model`.
         x: nest of tensors, what the model is given.
 
     Returns:
@@ -266,13 +277,13 @@ def call_predict_step(model, x):
     return outputs
 
 
-def current_distribution():
+def current_distribution() -> Any:
     """Return the `keras.distribution.Distribution` in force, or `None`."""
     distribution = getattr(keras, "distribution", None)
     return None if distribution is None else distribution.distribution()
 
 
-def strategy_of(thing):
+def strategy_of(thing: Any) -> Any:
     """Return the `tf.distribute` strategy a thing was made under, or `None`.
 
     Keras keeps that of a model, and TensorFlow that of a variable, in an
@@ -284,15 +295,12 @@ def strategy_of(thing):
     return getattr(thing, "distribute_strategy", None)
 
 
-def global_limit(name):
+def global_limit(name: str) -> int | None:
     """Return how much of something `keras.config` allows a program, if not all.
 
     Older versions of Keras have no such limits.
 
     Args:
         name: `"max_epochs"` or `"max_steps_per_epoch"`.
-
-    Returns:
-        int, or `None`.
     """
     return getattr(keras.config, name, lambda: None)() or None

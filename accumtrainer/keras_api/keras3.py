@@ -5,13 +5,22 @@ questions for Keras Core. Each private name stands here with its reason;
 `tests/keras_api/test_keras_api.py` notices when one of them changes.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import keras
 from keras import ops, tree
 from keras.src.backend.common import masking
 
 from accumtrainer import errors
+from accumtrainer.keras_api.types import (
+    Metric,
+    Model,
+    Nest,
+    Optimizer,
+    PairedLoss,
+    Tensor,
+)
 
 __all__ = [
     "ACTIVITY_LOSSES_ARE_MEANS",
@@ -38,7 +47,7 @@ ACTIVITY_LOSSES_ARE_MEANS = True
 """Whether activity regularizers are divided by the batch size."""
 
 
-def keras_mask(tensor):
+def keras_mask(tensor: Tensor) -> Tensor | None:
     """Return the mask Keras attached to a tensor, or `None`.
 
     Keras passes masks to losses and metrics beside the tensor, in a place
@@ -49,12 +58,12 @@ def keras_mask(tensor):
     return masking.get_keras_mask(tensor)
 
 
-def set_keras_mask(tensor, mask):
+def set_keras_mask(tensor: Tensor, mask: Tensor) -> None:
     """Attach a mask to a tensor, for which Keras has no public way."""
     masking.set_keras_mask(tensor, mask)
 
 
-def losses_of_layers(model):
+def losses_of_layers(model: Model) -> tuple[list[Tensor], list[Tensor]]:
     """List what the layers of a model added to its loss in its last call.
 
     Args:
@@ -70,21 +79,9 @@ def losses_of_layers(model):
     return losses[:split], losses[split:]
 
 
-class PairedLoss(NamedTuple):
-    """How a compiled model uses one of its losses.
-
-    Attributes:
-        name: str, under which it is logged where there are several.
-        weight: its entry of `loss_weights`, `None` where there is none.
-        counts: bool, whether it is a part of the sum.
-    """
-
-    name: str
-    weight: Any
-    counts: bool
-
-
-def compile_losses(model, loss, loss_weights):
+def compile_losses(
+    model: Model, loss: Nest, loss_weights: Nest
+) -> Callable[[Nest, Nest, Nest], list[PairedLoss]]:
     """Compile a model, and return what computes its losses one by one.
 
     Keras pairs losses, weights, targets and outputs by rules of its own, and
@@ -92,7 +89,6 @@ def compile_losses(model, loss, loss_weights):
     model's only output, which is no nest, it adds up none but the first.
 
     Args:
-        model: `keras.Model`.
         loss: nest of `keras.losses.Loss` and `None`.
         loss_weights: nest of numbers or variables, or `None`.
 
@@ -107,7 +103,7 @@ def compile_losses(model, loss, loss_weights):
         jit_compile=False,
     )
 
-    def compute(y, y_pred, sample_weight):
+    def compute(y: Nest, y_pred: Nest, sample_weight: Nest) -> list[PairedLoss]:
         if IS_JAX:
             y_pred = _sort_dicts(y_pred)
         model.compute_loss(y=y, y_pred=y_pred, sample_weight=sample_weight)
@@ -120,7 +116,7 @@ def compile_losses(model, loss, loss_weights):
     return compute
 
 
-def _sort_dicts(nest):
+def _sort_dicts(nest: Nest) -> Nest:
     """Sort dicts as JAX does, by which Keras sends a model's outputs."""
     if type(nest) is dict:
         return {key: _sort_dicts(nest[key]) for key in sorted(nest)}
@@ -129,14 +125,13 @@ def _sort_dicts(nest):
     return nest
 
 
-def read_metrics(model, leaving_out):
+def read_metrics(model: Model, leaving_out: list[Metric]) -> dict[str, Any]:
     """Read the metrics of a model as `Model.get_metrics_result` does.
 
     That fails where what was given to `compile` has not seen any data, and
     has a private name.
 
     Args:
-        model: `keras.Model`.
         leaving_out: list of metrics not to read.
 
     Returns:
@@ -144,9 +139,10 @@ def read_metrics(model, leaving_out):
     """
     if type(model).get_metrics_result is not keras.Model.get_metrics_result:
         names = [metric.name for metric in leaving_out]
-        results = model.get_metrics_result()
-        return {k: v for k, v in results.items() if k not in names}
-    compiled, results = model._compile_metrics, {}
+        every = model.get_metrics_result()
+        return {k: v for k, v in every.items() if k not in names}
+    compiled = model._compile_metrics
+    results: dict[str, Any] = {}
     for metric in model.metrics:
         is_empty = metric is compiled and not metric.built
         if is_empty or any(metric is other for other in leaving_out):
@@ -157,22 +153,18 @@ def read_metrics(model, leaving_out):
     return results
 
 
-def metric_names(model, of_losses):
+def metric_names(model: Model, of_losses: list[str]) -> list[str]:
     """Name the metrics of a model in the order of what Keras returns.
 
     Keras expands what was given to `compile`, and has metrics of several
     losses after it; a model that Keras has not trained has none yet.
 
     Args:
-        model: `keras.Model`.
-        of_losses: list of str, the names of several losses.
-
-    Returns:
-        List of str.
+        of_losses: the names of several losses.
     """
     compiled, known = model._compile_metrics, model._compile_loss
     trackers = [] if known is None else known.metrics
-    names = []
+    names: list[str] = []
     for metric in model.metrics:
         if metric is compiled:
             names += [part.name for part in metric.metrics]
@@ -183,7 +175,7 @@ def metric_names(model, of_losses):
     return names
 
 
-def take_initial_epoch(model):
+def take_initial_epoch(model: Model) -> int | None:
     """Return the epoch at which a callback wants training to begin, if any.
 
     `BackupAndRestore` leaves it in a private attribute of the model, where
@@ -191,7 +183,7 @@ def take_initial_epoch(model):
     would leave out as many epochs; so here it is taken out.
 
     Returns:
-        int, above 0, or `None`.
+        Above 0, or `None`.
     """
     epoch = getattr(model, "_initial_epoch", None)
     if epoch:
@@ -199,7 +191,7 @@ def take_initial_epoch(model):
     return epoch or None
 
 
-def check_support(model, optimizer):
+def check_support(model: Model, optimizer: Optimizer) -> None:
     """Refuse an optimizer that has no learning rate of its own.
 
     Older versions of Keras 3 have no such class.
@@ -209,18 +201,18 @@ def check_support(model, optimizer):
         raise ValueError(errors.SEVERAL_OPTIMIZERS)
 
 
-def check_fit_support():
+def check_fit_support() -> None:
     """Refuse to work inside `Model.fit`: not in Keras 3."""
 
 
-def check_loss_support(loss):
+def check_loss_support(loss: Any) -> None:
     """Refuse a loss that this Keras computes wrongly: none, in Keras 3."""
 
 
-def check_replica_support(replicas):
+def check_replica_support(replicas: int) -> None:
     """Refuse models of several replicas: not in Keras 3."""
     del replicas
 
 
-def check_statistics_support():
+def check_statistics_support() -> None:
     """Refuse layers that pool batch statistics: not in Keras 3."""

@@ -7,14 +7,24 @@ computed rightly here, or refused. `tests/keras_api/test_keras_core.py` holds
 each of these statements to the installed Keras Core.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
 import keras_core as keras
 import optree
 from keras_core.src import backend
 
 from accumtrainer import errors
+from accumtrainer.keras_api.types import (
+    Layer,
+    Metric,
+    Model,
+    Nest,
+    Optimizer,
+    PairedLoss,
+    Tensor,
+)
 
 __all__ = [
     "ACTIVITY_LOSSES_ARE_MEANS",
@@ -44,7 +54,7 @@ ACTIVITY_LOSSES_ARE_MEANS = False
 # The operations that are missing.
 
 
-def _divide_no_nan(x1, x2):
+def _divide_no_nan(x1: Tensor, x2: Tensor) -> Tensor:
     """Divide, with zero where the divisor is zero, also in the gradient."""
     is_zero = keras.ops.equal(x2, 0)
     safe = keras.ops.where(is_zero, keras.ops.ones_like(x2), x2)
@@ -62,16 +72,18 @@ ops = SimpleNamespace(
 # `keras.tree`, as far as it is needed, on the library that Keras 3 uses.
 
 
-def _is_nested(structure):
+def _is_nested(structure: Nest) -> bool:
     return not optree.tree_is_leaf(structure, none_is_leaf=True)
 
 
-def _flatten(structure):
+def _flatten(structure: Nest) -> list[Any]:
     return optree.tree_leaves(structure, none_is_leaf=True)
 
 
-def _map_structure(function, *structures, none_is_leaf=True):
-    def of_leaves(*leaves):
+def _map_structure(
+    function: Callable[..., Any], *structures: Nest, none_is_leaf: bool = True
+) -> Nest:
+    def of_leaves(*leaves: Any) -> Any:
         if any(
             not optree.tree_is_leaf(leaf, none_is_leaf=none_is_leaf)
             for leaf in leaves
@@ -82,11 +94,11 @@ def _map_structure(function, *structures, none_is_leaf=True):
     return optree.tree_map(of_leaves, *structures, none_is_leaf=none_is_leaf)
 
 
-def _assert_same_structure(a, b):
+def _assert_same_structure(a: Nest, b: Nest) -> None:
     _map_structure(lambda *leaves: None, a, b)
 
 
-def _pack_sequence_as(structure, flat_sequence):
+def _pack_sequence_as(structure: Nest, flat_sequence: list[Any]) -> Nest:
     treedef = optree.tree_structure(structure, none_is_leaf=True)
     return optree.tree_unflatten(treedef, flat_sequence)
 
@@ -104,12 +116,12 @@ tree = SimpleNamespace(
 # Masks.
 
 
-def keras_mask(tensor):
+def keras_mask(tensor: Tensor) -> Tensor | None:
     """Return the mask Keras attached to a tensor, or `None`."""
     return getattr(tensor, "_keras_mask", None)
 
 
-def set_keras_mask(tensor, mask):
+def set_keras_mask(tensor: Tensor, mask: Tensor) -> None:
     """Attach a mask to a tensor; see `check_support` for JAX."""
     tensor._keras_mask = mask
 
@@ -117,7 +129,7 @@ def set_keras_mask(tensor, mask):
 # Losses.
 
 
-def losses_of_layers(model):
+def losses_of_layers(model: Model) -> tuple[list[Tensor], list[Tensor]]:
     """List what the layers of a model added to its loss in its last call.
 
     `Layer.losses` is no help. In a stateless scope, and so always on JAX, it
@@ -130,7 +142,7 @@ def losses_of_layers(model):
     Returns:
         Pair: the list of what layers added; and that of weight penalties.
     """
-    added = {}
+    added: dict[int, Tensor] = {}
     for layer in model._flatten_layers():
         added |= {id(loss): loss for loss in layer._get_own_losses()}
     penalties = [
@@ -141,15 +153,9 @@ def losses_of_layers(model):
     return list(added.values()), penalties
 
 
-class PairedLoss(NamedTuple):
-    """How a compiled model uses one of its losses; see `on_keras.py`."""
-
-    name: str
-    weight: Any
-    counts: bool
-
-
-def compile_losses(model, loss, loss_weights):
+def compile_losses(
+    model: Model, loss: Nest, loss_weights: Nest
+) -> Callable[[Nest, Nest, Nest], list[PairedLoss]]:
     """Compile a model, and return what computes its losses one by one.
 
     Keras Core pairs targets with outputs by their place after leaving out
@@ -157,7 +163,6 @@ def compile_losses(model, loss, loss_weights):
     weights it takes fewer kinds than Keras 3, so that they are paired here.
 
     Args:
-        model: `keras_core.Model`.
         loss: nest of `keras_core.losses.Loss` and `None`.
         loss_weights: nest of numbers or variables, or `None`.
 
@@ -174,7 +179,7 @@ def compile_losses(model, loss, loss_weights):
         weights = _flatten(loss_weights)
     weight_of = dict(zip(map(id, leaves), weights, strict=True))
 
-    def compute(y, y_pred, sample_weight):
+    def compute(y: Nest, y_pred: Nest, sample_weight: Nest) -> list[PairedLoss]:
         compiled = model._compile_loss
         outputs = compiled._flatten_y(y_pred)
         _check_pairing(compiled, outputs, y, sample_weight)
@@ -189,7 +194,9 @@ def compile_losses(model, loss, loss_weights):
     return compute
 
 
-def _check_pairing(compiled, outputs, y, sample_weight):
+def _check_pairing(
+    compiled: Any, outputs: list[Tensor], y: Nest, sample_weight: Nest
+) -> None:
     counts = {"outputs": len(outputs), "y": len(compiled._flatten_y(y))}
     weights = compiled._flatten_y(sample_weight)
     if sample_weight is not None and len(weights) > 1:
@@ -201,7 +208,7 @@ def _check_pairing(compiled, outputs, y, sample_weight):
         raise ValueError(errors.KERAS_CORE_PAIRING.format(counts=counts))
 
 
-def _output_names(y_pred):
+def _output_names(y_pred: Nest) -> list[str]:
     if isinstance(y_pred, dict):
         return sorted(y_pred)
     return [f"output_{position}" for position in range(len(_flatten(y_pred)))]
@@ -210,9 +217,9 @@ def _output_names(y_pred):
 # Metrics.
 
 
-def read_metrics(model, leaving_out):
+def read_metrics(model: Model, leaving_out: list[Metric]) -> dict[str, Any]:
     """Read the metrics of a model; see `on_keras.py`."""
-    results = {}
+    results: dict[str, Any] = {}
     for metric in model.metrics:
         is_empty = metric is model._compile_metrics and not metric.built
         if is_empty or any(metric is other for other in leaving_out):
@@ -223,7 +230,7 @@ def read_metrics(model, leaving_out):
     return results
 
 
-def metric_names(model, of_losses):
+def metric_names(model: Model, of_losses: list[str]) -> list[str]:
     """Name what `evaluate` returns: in the order of the logs, but the loss."""
     del model, of_losses
     return ["loss"]
@@ -232,12 +239,12 @@ def metric_names(model, of_losses):
 # What cannot be made right is refused.
 
 
-def take_initial_epoch(model):
+def take_initial_epoch(model: Model) -> None:
     """Return no epoch: Keras Core has no callback that goes on at one."""
     del model
 
 
-def check_support(model, optimizer):
+def check_support(model: Model, optimizer: Optimizer) -> None:
     """Refuse what Keras Core computes wrongly.
 
     Constraints: a Dense layer takes them and never hands them on.
@@ -275,7 +282,7 @@ def check_support(model, optimizer):
             )
 
 
-def check_fit_support():
+def check_fit_support() -> NoReturn:
     """Refuse to work inside `Model.fit`.
 
     What it hands to the train function, and when, is not as in Keras 3.
@@ -286,7 +293,7 @@ def check_fit_support():
     raise ValueError(errors.KERAS_CORE_FIT)
 
 
-def check_replica_support(replicas):
+def check_replica_support(replicas: int) -> NoReturn:
     """Refuse models of several replicas, which nobody has tried."""
     raise ValueError(
         errors.NOT_WITH_REPLICAS.format(
@@ -295,7 +302,7 @@ def check_replica_support(replicas):
     )
 
 
-def check_statistics_support():
+def check_statistics_support() -> NoReturn:
     """Refuse layers that pool batch statistics.
 
     Their sums must stay float32, and `add_weight` has no `autocast` for that.
@@ -306,7 +313,7 @@ def check_statistics_support():
     raise ValueError(errors.KERAS_CORE_STATISTICS)
 
 
-def check_loss_support(loss):
+def check_loss_support(loss: Any) -> None:
     """Refuse a loss that Keras Core computes wrongly.
 
     A loss with `ignore_class` marks what it ignores by a mask.
@@ -322,14 +329,14 @@ def check_loss_support(loss):
         )
 
 
-def _ignores_constraint(layer):
+def _ignores_constraint(layer: Layer) -> bool:
     if not isinstance(layer, keras.layers.Dense):
         return False
     constraints = (layer.kernel_constraint, layer.bias_constraint)
     return any(constraint is not None for constraint in constraints)
 
 
-def _has_penalty(layer):
+def _has_penalty(layer: Layer) -> bool:
     return any(
         name.endswith("_regularizer")
         and name != "activity_regularizer"
@@ -338,7 +345,7 @@ def _has_penalty(layer):
     )
 
 
-def _makes_masks(layer):
+def _makes_masks(layer: Layer) -> bool:
     if isinstance(layer, keras.layers.Embedding):
         return layer.mask_zero
     if isinstance(layer, keras.layers.Lambda):
