@@ -149,7 +149,7 @@ class Accumulation:
     tail: Literal["flush", "carry", "drop"] = "flush"
     combine: Literal["exact", "mean", "sum"] = "exact"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if (self.steps is None) == (self.micro_batch_size is None):
             raise ValueError(
                 "Accumulation must get exactly one of steps and "
@@ -186,9 +186,6 @@ class Accumulation:
         Args:
             value: a whole number k, read as `Accumulation(steps=k)`, or an
                 `Accumulation`, returned as it is.
-
-        Returns:
-            An `Accumulation`.
 
         Raises:
             TypeError: the value is neither of them.
@@ -239,6 +236,7 @@ class Accumulation:
             return self.steps[
                 max(first for first in self.steps if first <= epoch)
             ]
+        assert self.steps is not None
         return int(self.steps)
 
     def updates(self, *, samples: int, batch_size: int, epochs: int = 1) -> int:
@@ -275,7 +273,7 @@ class Accumulation:
             carried = left if self.tail == "carry" else 0
         return made + 1 if carried else made
 
-    def _consume(self, batches, epoch, made):
+    def _consume(self, batches: int, epoch: int, made: int) -> tuple[int, int]:
         """Return the updates made after full windows, and batches left."""
         if not callable(self.steps):
             windows, left = divmod(batches, self.steps_at(epoch, made))
@@ -288,7 +286,7 @@ class Accumulation:
             made += 1
         return made, batches
 
-    def _check_micro_batch_size(self):
+    def _check_micro_batch_size(self) -> None:
         if self.micro_batch_size != "auto":
             require_count(
                 "micro_batch_size",
@@ -305,7 +303,7 @@ class Accumulation:
                 "or give steps instead of micro_batch_size."
             )
 
-    def _check_memory_limit(self):
+    def _check_memory_limit(self) -> None:
         if self.memory_limit_bytes is None:
             return
         require_count(
@@ -321,7 +319,7 @@ class Accumulation:
             )
 
 
-def _checked_schedule(schedule):
+def _checked_schedule(schedule: Mapping[int, int]) -> dict[int, int]:
     """Return a sorted copy of a dict `{first_epoch: steps}`, all checked."""
     if 0 not in schedule:
         raise ValueError(
@@ -371,7 +369,7 @@ class LossScale:
     minimum: float = 1.0
     maximum: float = 2.0**24
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("initial", "minimum", "maximum"):
             value = require_number(
                 name,
@@ -426,7 +424,7 @@ class Every:
     n: float
     unit: Literal["updates", "epochs", "micro_batches", "samples", "seconds"]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require_choice(
             "unit", self.unit, UNITS, "Write for example Every(100, 'updates')."
         )
@@ -463,7 +461,7 @@ class Every:
             since: `Progress` at a moment.
 
         Returns:
-            int, above 0.
+            Above 0.
 
         Example:
             >>> from accumtrainer.progress import Progress
@@ -489,13 +487,12 @@ def beta_for_batch(
     (Marek et al. 2025, arXiv:2507.07101, for the second moment of Adam.)
 
     Args:
-        beta: float, at least 0 and below 1, good for updates of `reference`
-            samples.
+        beta: at least 0 and below 1, good for updates of `reference` samples.
         batch_size: samples, or tokens, per update: all micro-batches.
         reference: the same for `beta`.
 
     Returns:
-        float, at least 0 and below 1.
+        At least 0 and below 1.
 
     Raises:
         ValueError: an argument is out of range.

@@ -12,6 +12,7 @@ from accumtrainer.keras_api import (
     keras,
     ops,
 )
+from accumtrainer.keras_api.types import Layer, Model, Tensor, Variable
 
 
 class WindowLayer(abc.ABC):
@@ -24,7 +25,7 @@ class WindowLayer(abc.ABC):
     """
 
     @abc.abstractmethod
-    def micro_batch(self, is_first: Any) -> AbstractContextManager:
+    def micro_batch(self, is_first: Tensor) -> AbstractContextManager:
         """Make a context manager around the passes of one micro-batch.
 
         Args:
@@ -127,7 +128,10 @@ class AccumulatedBatchNormalization(
         )
 
     def call(
-        self, inputs: Any, training: bool | None = None, mask: Any = None
+        self,
+        inputs: Tensor,
+        training: bool | None = None,
+        mask: Tensor | None = None,
     ) -> Any:
         """Normalize a batch."""
         # Sums of half precision overflow.
@@ -149,7 +153,7 @@ class AccumulatedBatchNormalization(
         )
 
     @contextlib.contextmanager
-    def micro_batch(self, is_first):
+    def micro_batch(self, is_first: Tensor) -> Iterator[None]:
         """Take what is seen inside as a part of a window."""
         for weight in self.window_weights:
             zeros = ops.zeros_like(weight.value)
@@ -187,7 +191,7 @@ class AccumulatedBatchNormalization(
         for index in range(counts.shape[0]):
             self._add(means[index], variances[index], counts[index])
 
-    def _add(self, mean, variance, count):
+    def _add(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         """Pool moments with those of the window so far.
 
         The means are added by their difference, since a difference of large
@@ -206,17 +210,19 @@ class AccumulatedBatchNormalization(
         self.window_mean.assign(before * (1 - share) + mean * share)
         self.window_count.assign(total)
 
-    def _moved(self, average, value):
+    def _moved(self, average: Tensor, value: Tensor) -> Tensor:
         """Compute where an average is after one step towards a value."""
         old = ops.cast(average, value.dtype)
         return old * self.momentum + value * (1.0 - self.momentum)
 
-    def _normalize(self, inputs, mean, variance):
+    def _normalize(
+        self, inputs: Tensor, mean: Tensor, variance: Tensor
+    ) -> Tensor:
         """Scale and shift, in the order of operations that Keras uses."""
         shape = [1] * len(inputs.shape)
         shape[self.axis] = -1
 
-        def spread(value):
+        def spread(value: Tensor) -> Tensor:
             return ops.reshape(ops.cast(value, inputs.dtype), shape)
 
         factor = ops.rsqrt(spread(variance) + self.epsilon)
@@ -228,12 +234,14 @@ class AccumulatedBatchNormalization(
         return inputs * factor + offset
 
 
-def _moments(inputs, axis, mask):
+def _moments(
+    inputs: Tensor, axis: int, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute mean and variance per channel, and of how many values.
 
     Args:
         inputs: tensor, float32 or float64.
-        axis: int, the axis of channels.
+        axis: the axis of channels.
         mask: tensor of the shape of `inputs` without its last axis, or
             `None`.
 
@@ -262,11 +270,8 @@ def _moments(inputs, axis, mask):
     return ops.reshape(mean, [-1]), ops.reshape(variance, [-1]), count
 
 
-def plain_batch_normalizations(model: Any) -> list:
+def plain_batch_normalizations(model: Model) -> list[Layer]:
     """List the layers of a model whose averages move per micro-batch.
-
-    Args:
-        model: `keras.Model`.
 
     Returns:
         List of `keras.layers.BatchNormalization` that are not frozen.
@@ -280,7 +285,7 @@ def plain_batch_normalizations(model: Any) -> list:
     ]
 
 
-def describe_layer(layer: Any) -> str:
+def describe_layer(layer: Layer) -> str:
     """Name a layer and its class, as messages do.
 
     Example:
@@ -290,12 +295,10 @@ def describe_layer(layer: Any) -> str:
     return f"{layer.name} ({type(layer).__name__})"
 
 
-def owners_of(model: Any, variables: list[Any]) -> dict[Any, list[Any]]:
+def owners_of(
+    model: Model, variables: list[Variable]
+) -> dict[Layer, list[Variable]]:
     """Find the layers that own some variables of a model.
-
-    Args:
-        model: `keras.Model`.
-        variables: list of variables.
 
     Returns:
         Dict from each layer to a list of those that are its own, not that of
@@ -307,21 +310,17 @@ def owners_of(model: Any, variables: list[Any]) -> dict[Any, list[Any]]:
         for variable in layer.variables:
             if id(variable) in wanted:
                 owners[id(variable)] = layer
-    found: dict[Any, list[Any]] = {}
+    found: dict[Layer, list[Variable]] = {}
     for key, layer in owners.items():
         found.setdefault(layer, []).append(wanted[key])
     return found
 
 
 @contextlib.contextmanager
-def computing_in(model: Any, dtype: str) -> Iterator[None]:
+def computing_in(model: Model, dtype: str) -> Iterator[None]:
     """Have all layers of a model compute in some dtype, whatever theirs is.
 
     Their variables stay as they are.
-
-    Args:
-        model: `keras.Model`.
-        dtype: str.
     """
     layers = flatten_layers(model)
     before = [layer.dtype_policy for layer in layers]
@@ -334,7 +333,7 @@ def computing_in(model: Any, dtype: str) -> Iterator[None]:
             layer.dtype_policy = policy
 
 
-def accumulate_statistics(model: Any) -> Any:
+def accumulate_statistics(model: Model) -> Model:
     """Put `AccumulatedBatchNormalization` in the place of the plain layers.
 
     Args:
@@ -364,7 +363,7 @@ def accumulate_statistics(model: Any) -> Any:
     )
 
 
-def restore_plain_statistics(model: Any) -> Any:
+def restore_plain_statistics(model: Model) -> Model:
     """Put the plain layers in the place of `AccumulatedBatchNormalization`.
 
     Args:
@@ -383,7 +382,7 @@ def restore_plain_statistics(model: Any) -> Any:
     )
 
 
-def _exchange(model, old, new):
+def _exchange(model: Model, old: type, new: type) -> Model:
     exchanged = _clone(model, old, new)
     left = _layers_of(exchanged, old)
     if left:
@@ -400,8 +399,8 @@ def _exchange(model, old, new):
     return exchanged
 
 
-def _clone(model, old, new):
-    def clone_layer(layer):
+def _clone(model: Model, old: Any, new: Any) -> Model:
+    def clone_layer(layer: Layer) -> Layer:
         if type(layer) is old:
             return new.from_config(layer.get_config())
         if isinstance(layer, keras.Model) and _layers_of(layer, old):
@@ -411,11 +410,11 @@ def _clone(model, old, new):
     return keras.models.clone_model(model, clone_function=clone_layer)
 
 
-def _layers_of(model, cls):
+def _layers_of(model: Model, cls: type) -> list[Layer]:
     return [layer for layer in flatten_layers(model) if type(layer) is cls]
 
 
-def _lasting(model):
+def _lasting(model: Model) -> list[Variable]:
     """List the weights of a model but for the sums of windows."""
     sums = {
         id(weight)

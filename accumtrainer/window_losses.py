@@ -5,9 +5,10 @@ over anchors (over triplets where it says so), and nothing is a loss where
 there is nothing to compare with.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 from accumtrainer.keras_api import ops
+from accumtrainer.keras_api.types import Tensor
 
 # Below this, a distance counts as zero: its square root has no gradient.
 SMALLEST_SQUARE = 1e-16
@@ -17,13 +18,13 @@ FAR_BELOW = -1e30
 
 
 def batch_hard_triplet_loss(
-    embeddings: Any,
-    labels: Any,
+    embeddings: Tensor,
+    labels: Tensor,
     *,
     margin: float | Literal["soft"] = 0.2,
     squared: bool = False,
-    sample_weight: Any = None,
-) -> Any:
+    sample_weight: Tensor | None = None,
+) -> Tensor:
     """Compare each example's farthest friend with its nearest stranger.
 
     The batch-hard loss of Hermans et al. 2017, "In Defense of the Triplet
@@ -36,7 +37,7 @@ def batch_hard_triplet_loss(
         labels: tensor `[n]` or `[n, 1]`, ints.
         margin: float by which strangers should be farther than friends, or
             `"soft"` for a softplus instead of a hinge.
-        squared: bool, whether distances are squared Euclidean ones.
+        squared: whether distances are squared Euclidean ones.
         sample_weight: tensor `[n]`, weights of the anchors, or `None`.
 
     Returns:
@@ -63,8 +64,12 @@ def batch_hard_triplet_loss(
 
 
 def batch_all_triplet_loss(
-    embeddings: Any, labels: Any, *, margin: float = 0.2, squared: bool = False
-) -> Any:
+    embeddings: Tensor,
+    labels: Tensor,
+    *,
+    margin: float = 0.2,
+    squared: bool = False,
+) -> Tensor:
     """Compare every friend of each example with every stranger.
 
     The batch-all loss of Hermans et al. 2017 (arXiv:1703.07737), equation 6,
@@ -77,7 +82,7 @@ def batch_all_triplet_loss(
         labels: tensor `[n]` or `[n, 1]`, ints.
         margin: float by which strangers should be farther than friends, or
             `"soft"` for a softplus instead of a hinge.
-        squared: bool, whether distances are squared Euclidean ones.
+        squared: whether distances are squared Euclidean ones.
 
     Returns:
         Scalar tensor, float32.
@@ -98,13 +103,13 @@ def batch_all_triplet_loss(
 
 
 def info_nce_loss(
-    queries: Any,
-    keys: Any,
+    queries: Tensor,
+    keys: Tensor,
     *,
-    temperature: Any = 0.07,
+    temperature: float | Tensor = 0.07,
     symmetric: bool = False,
-    sample_weight: Any = None,
-) -> Any:
+    sample_weight: Tensor | None = None,
+) -> Tensor:
     """Find each query's own key among the keys of all.
 
     InfoNCE with in-batch negatives: van den Oord et al. 2018
@@ -116,7 +121,6 @@ def info_nce_loss(
         queries: tensor `[n, d]`, float32.
         keys: tensor `[n, d]`, float32; the i-th belongs to the i-th query.
         temperature: float, or a scalar tensor such as a learned one.
-        symmetric: bool.
         sample_weight: tensor `[n]`, weights of the pairs, or `None`.
 
     Returns:
@@ -136,7 +140,9 @@ def info_nce_loss(
     return _weighted_mean(losses, None, sample_weight)
 
 
-def nt_xent_loss(first: Any, second: Any, *, temperature: Any = 0.5) -> Any:
+def nt_xent_loss(
+    first: Tensor, second: Tensor, *, temperature: float | Tensor = 0.5
+) -> Tensor:
     """Find each view's other view among all views.
 
     The normalized temperature-scaled cross-entropy of SimCLR: Chen et al.
@@ -160,7 +166,7 @@ def nt_xent_loss(first: Any, second: Any, *, temperature: Any = 0.5) -> Any:
     across = ops.matmul(first, ops.transpose(second)) / temperature
     itself = ops.eye(ops.shape(first)[0], dtype="bool")
 
-    def losses(own, across):
+    def losses(own: Tensor, across: Tensor) -> Tensor:
         within = ops.matmul(own, ops.transpose(own)) / temperature
         within = ops.where(itself, FAR_BELOW, within)
         logits = ops.concatenate([across, within], axis=1)
@@ -171,12 +177,12 @@ def nt_xent_loss(first: Any, second: Any, *, temperature: Any = 0.5) -> Any:
     )
 
 
-def pairwise_distances(embeddings: Any, *, squared: bool = False) -> Any:
+def pairwise_distances(embeddings: Tensor, *, squared: bool = False) -> Tensor:
     """Compute the Euclidean distances between all embeddings.
 
     Args:
         embeddings: tensor `[n, d]`, float32.
-        squared: bool, whether to leave the square root out.
+        squared: whether to leave the square root out.
 
     Returns:
         Tensor `[n, n]`, float32. Where a distance is zero its gradient is
@@ -194,7 +200,7 @@ def pairwise_distances(embeddings: Any, *, squared: bool = False) -> Any:
     return ops.where(is_zero, 0.0, roots)
 
 
-def _friends_and_strangers(labels):
+def _friends_and_strangers(labels: Tensor) -> tuple[Tensor, Tensor]:
     """Tell which pairs share a label, without each with itself, or do not."""
     labels = ops.reshape(labels, [-1])
     alike = ops.equal(labels[:, None], labels[None, :])
@@ -203,21 +209,23 @@ def _friends_and_strangers(labels):
     return friends, ops.logical_not(alike)
 
 
-def _hinge(difference, margin):
+def _hinge(difference: Tensor, margin: float | Literal["soft"]) -> Tensor:
     if margin == "soft":
         return ops.softplus(difference)
     return ops.relu(difference + margin)
 
 
-def _normalized(embeddings):
+def _normalized(embeddings: Tensor) -> Tensor:
     return ops.normalize(embeddings, axis=-1)
 
 
-def _own_among_all(logits):
+def _own_among_all(logits: Tensor) -> Tensor:
     return ops.logsumexp(logits, axis=1) - ops.diagonal(logits)
 
 
-def _weighted_mean(losses, counts, sample_weight):
+def _weighted_mean(
+    losses: Tensor, counts: Tensor | None, sample_weight: Tensor | None
+) -> Tensor:
     weights = ops.ones_like(losses)
     if counts is not None:
         weights = ops.cast(counts, "float32")
