@@ -2,10 +2,13 @@
 
 import contextlib
 import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from accumtrainer import errors
 from accumtrainer.keras_api import keras, refuse_other_keras
+from accumtrainer.keras_api.types import Model
 
 RUN_HOOKS = (
     "on_train_begin",
@@ -84,7 +87,7 @@ class Callback(keras.callbacks.Callback):
         7 0.5
     """
 
-    trainer = None
+    trainer: Any = None
     looks_at_model = True
     is_logger = False
     needs_gradient_norms = False
@@ -214,14 +217,14 @@ class Dispatcher:
 
     def __init__(
         self,
-        callbacks,
+        callbacks: Any,
         *,
-        model,
-        trainer,
-        params,
-        add_history=False,
-        progress_bar=None,
-        make_current=None,
+        model: Model,
+        trainer: Any,
+        params: dict[str, Any],
+        add_history: bool = False,
+        progress_bar: Any = None,
+        make_current: Callable[[], None] | None = None,
     ):
         given = flatten_callbacks(callbacks)
         for callback in given:
@@ -232,7 +235,7 @@ class Dispatcher:
             self.history = keras.callbacks.History()
             given.append(self.history)
         self.callbacks = (*given, *([progress_bar] if progress_bar else []))
-        self.last_logs = {}
+        self.last_logs: dict[str, Any] = {}
         self._introduce(model, trainer, params)
         self._listeners = {
             name: [c for c in self.callbacks if is_overridden(c, name)]
@@ -245,7 +248,9 @@ class Dispatcher:
             if any(getattr(c, "looks_at_model", True) for c in listeners)
         }
 
-    def _introduce(self, model, trainer, params):
+    def _introduce(
+        self, model: Model, trainer: Any, params: dict[str, Any]
+    ) -> None:
         if self.history is not None:
             model.history = self.history
         for callback in self.callbacks:
@@ -254,11 +259,11 @@ class Dispatcher:
             if isinstance(callback, Callback):
                 callback.set_trainer(trainer)
 
-    def listens(self, name):
+    def listens(self, name: str) -> bool:
         """Say whether any callback overrides the hook called `name`."""
         return bool(self._listeners[name])
 
-    def call(self, name, *args):
+    def call(self, name: str, *args: Any) -> None:
         """Call one hook of every callback that overrides it.
 
         Args:
@@ -273,7 +278,7 @@ class Dispatcher:
             for callback in listeners:
                 getattr(callback, name)(*arguments, **keywords)
 
-    def training(self):
+    def training(self) -> AbstractContextManager["Dispatcher"]:
         """Open the callbacks for training, and close them on leaving.
 
         After an error, Ctrl-C included, only our own callbacks and the
@@ -285,16 +290,16 @@ class Dispatcher:
         """
         return self._block("on_train_begin", "on_train_end")
 
-    def testing(self):
+    def testing(self) -> AbstractContextManager["Dispatcher"]:
         """Open the callbacks for an evaluation; see `training`."""
         return self._block("on_test_begin", "on_test_end")
 
-    def predicting(self):
+    def predicting(self) -> AbstractContextManager["Dispatcher"]:
         """Open the callbacks for a prediction; see `training`."""
         return self._block("on_predict_begin", "on_predict_end")
 
     @contextlib.contextmanager
-    def _block(self, begin, end):
+    def _block(self, begin: str, end: str) -> "Iterator[Dispatcher]":
         outer_logs, self.last_logs = self.last_logs, {}
         opened = []
         self._prepare_for(begin)
@@ -316,12 +321,12 @@ class Dispatcher:
         finally:
             self.last_logs = outer_logs
 
-    def _prepare_for(self, name):
+    def _prepare_for(self, name: str) -> None:
         """Have the model current where a callback may look at it."""
         if self._make_current is not None and name in self._looked_at:
             self._make_current()
 
-    def _close(self, end, callbacks):
+    def _close(self, end: str, callbacks: list[Any]) -> list[Exception]:
         failures = []
         self._prepare_for(end)
         for callback in callbacks:
@@ -333,7 +338,7 @@ class Dispatcher:
         return failures
 
 
-def flatten_callbacks(callbacks):
+def flatten_callbacks(callbacks: Any) -> list[Any]:
     """List the callbacks in nested lists, in their order, without `None`.
 
     Example:
@@ -349,7 +354,7 @@ def flatten_callbacks(callbacks):
     return [callbacks]
 
 
-def check_callback(callback):
+def check_callback(callback: Any) -> None:
     """Refuse what is not a callback, or is a Trainer's method in disguise.
 
     Raises:
@@ -382,7 +387,7 @@ def check_callback(callback):
             )
 
 
-def is_overridden(callback, name):
+def is_overridden(callback: Any, name: str) -> bool:
     """Say whether a callback does anything at the hook called `name`.
 
     Hooks set on the object count, as do Keras's older names `on_batch_begin`
@@ -408,11 +413,11 @@ def is_overridden(callback, name):
     )
 
 
-def _unbound(method):
+def _unbound(method: Any) -> Any:
     return getattr(method, "__func__", method)
 
 
-def _hook_parameters(callback, name):
+def _hook_parameters(callback: Any, name: str) -> tuple[str, ...]:
     if not is_overridden(callback, name):
         return ()
     try:
@@ -421,7 +426,7 @@ def _hook_parameters(callback, name):
         return ()
 
 
-def _hook_arguments(name, args):
+def _hook_arguments(name: str, args: tuple) -> tuple[tuple, dict[str, Any]]:
     """Split a hook's arguments as Keras does, with logs always a dict."""
     position_count = 0 if name in RUN_HOOKS else 1
     position = args[:position_count]
@@ -432,12 +437,12 @@ def _hook_arguments(name, args):
     return (*position, logs), {}
 
 
-def _find_history(callbacks):
+def _find_history(callbacks: list[Any]) -> Any:
     # Keras takes the last one where there are several.
     histories = [c for c in callbacks if isinstance(c, keras.callbacks.History)]
     return histories[-1] if histories else None
 
 
-def _add_notes(error, failures):
+def _add_notes(error: BaseException, failures: list[Exception]) -> None:
     for failure in failures:
         error.add_note(f"While closing callbacks: {failure!r}")

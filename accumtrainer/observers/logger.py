@@ -67,13 +67,14 @@ class Logger(Callback, abc.ABC):
         self.every = every
         self._is_open = False
         self._point = _Point()
-        self._unread = []
+        self._unread: list[Logs] = []
         self._since = Progress()
         self._due = None
         self._updates_to_wait = 0
         self._epoch = 0
         self._running = Logs()
-        self._names_before = self._validated = frozenset()
+        self._names_before: frozenset[str] = frozenset()
+        self._validated: frozenset[str] = frozenset()
         self._speed = _Speed()
 
     # What a subclass fills in.
@@ -186,18 +187,18 @@ class Logger(Callback, abc.ABC):
         self._names_before = frozenset(state.get("names", ()))
         self._validated = frozenset(state.get("validated", ()))
 
-    def _names_of_updates(self):
+    def _names_of_updates(self) -> frozenset[str]:
         """Name what the last update's logs held, even before a resume."""
         return frozenset(self._running) or self._names_before
 
-    def _find_out_whether_due(self):
+    def _find_out_whether_due(self) -> None:
         progress = self.trainer.progress_at_most
         if self.every.is_due(self._since, progress):
             self._due = progress
         else:
             self._updates_to_wait = self.every.least_updates(progress)
 
-    def _write_what_was_due(self):
+    def _write_what_was_due(self) -> None:
         """Write the point of the last window, unless a skip has put it off."""
         due, self._due = self._due, None
         if due is None:
@@ -208,7 +209,7 @@ class Logger(Callback, abc.ABC):
         if self.every.is_due(self._since, due):
             self._write_point(due)
 
-    def _write_point(self, progress):
+    def _write_point(self, progress: Progress) -> None:
         """Write what has happened until some progress, if anything has."""
         unread, self._unread = self._unread, []
         point, self._point = self._point, _Point()
@@ -221,17 +222,19 @@ class Logger(Callback, abc.ABC):
         known = self._speed.measure(self.trainer.samples_seen)
         self.write(progress.updates, Logs(read, known | {"epoch": self._epoch}))
 
-    def _write(self, updates, numbers):
+    def _write(self, updates: int, numbers: dict[str, Any]) -> None:
         plain = {name: _as_plain(value) for name, value in numbers.items()}
         self.write(updates, plain | {"epoch": self._epoch})
 
-    def _read(self, windows):
+    def _read(self, windows: list[Logs]) -> None:
         for window in windows:
             self._point.add(window)
         self._unread = self._unread[len(windows) :]
 
 
-def _read_point(point, unread, running):
+def _read_point(
+    point: "_Point", unread: list[Logs], running: Logs
+) -> dict[str, Any]:
     """Read a point of training, in whatever thread looks at it."""
     for window in unread:
         point.add(window)
@@ -239,7 +242,7 @@ def _read_point(point, unread, running):
     return {name: _as_plain(value) for name, value in numbers.items()}
 
 
-def _as_plain(value):
+def _as_plain(value: Any) -> Any:
     """Turn scalars into Python numbers and arrays into lists of them."""
     value = to_number(value)
     return value.tolist() if isinstance(value, np.ndarray) else value
@@ -248,17 +251,17 @@ def _as_plain(value):
 class _Point:
     """Sums of what some windows logged."""
 
-    def __init__(self):
-        self._sums = {}
-        self._latest = {}
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, float]] = {}
+        self._latest: dict[str, Any] = {}
         self._has_applied = False
 
     @property
-    def is_empty(self):
+    def is_empty(self) -> bool:
         """Whether no window has been added."""
         return not self._latest
 
-    def add(self, window):
+    def add(self, window: dict[str, Any]) -> None:
         """Add the numbers of a window; skipped ones count only among skips."""
         window = dict(window.items())  # not key by key, as `dict(window)` is
         is_applied, more = window["applied"], window["weight"]
@@ -273,7 +276,7 @@ class _Point:
                 total, weight = self._sums.get(name, (0.0, 0.0))
                 self._sums[name] = (total + more * value, weight + more)
 
-    def numbers(self):
+    def numbers(self) -> dict[str, Any]:
         """Return the means and the latest numbers by name."""
         means = {
             name: total / weight if weight else 0.0
@@ -281,10 +284,10 @@ class _Point:
         }
         return means | self._latest_numbers()
 
-    def _latest_numbers(self):
+    def _latest_numbers(self) -> dict[str, Any]:
         return {name: self._latest[name] for name in LATEST}
 
-    def get_state(self):
+    def get_state(self) -> dict[str, Any]:
         """Return what `of_state` needs, a dict ready for JSON."""
         return {
             "sums": self._sums,
@@ -293,7 +296,7 @@ class _Point:
         }
 
     @classmethod
-    def of_state(cls, state):
+    def of_state(cls, state: dict[str, Any]) -> "_Point":
         """Make a point of what `get_state` returned."""
         point = cls()
         point._sums = {k: tuple(v) for k, v in state["sums"].items()}
@@ -305,33 +308,36 @@ class _Point:
 class _Speed:
     """Samples per second of training, the first update not counted."""
 
-    def __init__(self):
-        self._samples = self._begun = None
+    def __init__(self) -> None:
+        self._samples: int | None = None
+        self._begun: float | None = None
         self._paused = 0.0
-        self._pause = self._last = self._end = None
+        self._pause: float | None = None
+        self._last: float | None = None
+        self._end: float | None = None
 
-    def count(self, trainer):
+    def count(self, trainer: Any) -> None:
         """Note an update; the first one compiles everything, and begins."""
         self._last = time.monotonic()
         if self._begun is None:
             self._samples, self._begun = trainer.samples_seen, self._last
 
-    def stop(self):
+    def stop(self) -> None:
         """Leave out what has come after the last update, or its validation."""
         self._end = self._last
 
-    def pause(self):
+    def pause(self) -> None:
         """Leave the time from here on out."""
         self._pause = time.monotonic()
 
-    def go_on(self):
+    def go_on(self) -> None:
         """Count the time from here on again."""
-        self._last = time.monotonic()
+        now = self._last = time.monotonic()
         if self._pause is not None:
-            self._paused += self._last - self._pause
+            self._paused += now - self._pause
         self._pause = None
 
-    def measure(self, samples):
+    def measure(self, samples: int) -> dict[str, float]:
         """Return `{"samples_per_second": float}` and begin anew."""
         now = time.monotonic() if self._end is None else self._end
         seconds = 0.0

@@ -14,12 +14,12 @@ _UNREAD = object()
 _OF_THE_HOST = (bool, int, float, str, type(None))
 
 
-def _reading(name):
+def _reading(name: str) -> Callable[..., Any]:
     """Make a method that fetches the numbers, then does what `dict` does."""
     method = getattr(dict, name)
 
     @functools.wraps(method)
-    def read_first(self, *args):
+    def read_first(self: "Logs", *args: Any) -> Any:
         self._read()
         return method(self, *args)
 
@@ -59,7 +59,7 @@ class Logs(dict):
         if fetch is not None:
             super().__setitem__(_UNREAD, None)
 
-    def _read(self):
+    def _read(self) -> None:
         if self._fetch is None:
             return
         fetched = self._fetch()
@@ -85,10 +85,10 @@ class Logs(dict):
     popitem = _reading("popitem")
     setdefault = _reading("setdefault")
 
-    def __contains__(self, name):
+    def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or name in self.keys()
 
-    def __getitem__(self, name):
+    def __getitem__(self, name: str) -> Any:
         if not super().__contains__(name):
             self._read()
         return super().__getitem__(name)
@@ -96,16 +96,16 @@ class Logs(dict):
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self else default
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         return dict(self) == (dict(other) if type(other) is Logs else other)
 
-    def __ne__(self, other):
+    def __ne__(self, other: object) -> bool:
         return not self == other
 
-    def __or__(self, other):
+    def __or__(self, other: Any) -> Any:
         return dict(self) | other
 
-    def __ror__(self, other):
+    def __ror__(self, other: Any) -> Any:
         return other | dict(self)
 
     def copy(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class Logs(dict):
         self._fetch = None
         super().clear()
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type, tuple]:
         return dict, (dict(self),)
 
 

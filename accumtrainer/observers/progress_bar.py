@@ -3,6 +3,8 @@
 import dataclasses
 import datetime
 import time
+from collections.abc import Callable
+from typing import Any, Literal
 
 from rich import console as rich_console
 from rich import live, progress_bar, table, text
@@ -59,7 +61,7 @@ class Line:
     unit: str
     details: tuple[str, ...]
 
-    def body(self, separator):
+    def body(self, separator: str) -> Any:
         """Return what stands behind the heading and the bar."""
         total = "" if self.total is None else f"/{self.total:,}"
         count = f"{self.finished:,}{total} {self.unit}"
@@ -83,14 +85,14 @@ class Pace:
         (0.5, 64.0)
     """
 
-    def __init__(self, clock, *, samples):
+    def __init__(self, clock: Callable[[], float], *, samples: int):
         self._clock = clock
         # Both are a time, the units finished and the samples seen by then.
         self._origin = self._latest = (clock(), 0, samples)
         self._has_left_out_first = False
-        self._paused_at = None
+        self._paused_at: float | None = None
 
-    def advance(self, finished, samples):
+    def advance(self, finished: int, samples: int) -> None:
         """Note how many units are finished and how many samples seen."""
         previous, self._latest = (
             self._latest,
@@ -100,27 +102,28 @@ class Pace:
             self._origin = previous
             self._has_left_out_first = True
 
-    def pause(self):
+    def pause(self) -> None:
         """Stop the time, for a validation."""
         self._paused_at = self._clock()
 
-    def resume(self):
+    def resume(self) -> None:
         """Let the time go on, as if it had stood still since `pause`."""
+        assert self._paused_at is not None
         pause_secs = self._clock() - self._paused_at
         self._origin = (self._origin[0] + pause_secs, *self._origin[1:])
         self._latest = (self._latest[0] + pause_secs, *self._latest[1:])
 
-    def secs_per_unit(self):
+    def secs_per_unit(self) -> float | None:
         """Return seconds per unit, or `None` before there is a speed."""
         secs, units, _ = self._since_origin()
         return secs / units if units > 0 else None
 
-    def samples_per_sec(self):
+    def samples_per_sec(self) -> float | None:
         """Return samples per second, or `None` before there is a speed."""
         secs, _, samples = self._since_origin()
         return samples / secs if secs > 0 and samples > 0 else None
 
-    def _since_origin(self):
+    def _since_origin(self) -> tuple[float, ...]:
         pairs = zip(self._latest, self._origin, strict=True)
         return tuple(now - then for now, then in pairs)
 
@@ -155,7 +158,13 @@ class ProgressBar(Callback):
 
     looks_at_model = False
 
-    def __init__(self, mode="auto", *, console=None, clock=time.monotonic):
+    def __init__(
+        self,
+        mode: Literal["auto", 1, 2] = "auto",
+        *,
+        console: Any = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         super().__init__()
         if mode not in (1, 2, "auto"):
             raise ValueError(
@@ -171,29 +180,29 @@ class ProgressBar(Callback):
         )
         self._is_fitting = False
         self._is_open = False
-        self._live = None
+        self._live: live.Live | None = None
         self._pace = Pace(clock, samples=0)
 
     # --- Training ---
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs: Any = None) -> None:
         self._is_fitting = True
 
-    def on_epoch_begin(self, epoch, logs=None):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         epochs = self.params["epochs"]
         of_epochs = "" if epochs is None else f"/{epochs}"
         self._open(f"Epoch {epoch + 1}{of_epochs}", "updates")
 
-    def on_train_batch_end(self, batch, logs=None):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._advance(batch + 1, logs)
 
-    def on_validation_end(self, update, logs=None):
+    def on_validation_end(self, update: int, logs: Any = None) -> None:
         self._validation = shown_numbers(logs)
 
-    def on_epoch_end(self, epoch, logs=None):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._finish(logs)
 
-    def on_train_end(self, logs=None):
+    def on_train_end(self, logs: Any = None) -> None:
         self._is_fitting = False
         if self._is_open:
             # Something went wrong inside the epoch. The device may be gone,
@@ -202,7 +211,7 @@ class ProgressBar(Callback):
 
     # --- Evaluation and prediction ---
 
-    def on_test_begin(self, logs=None):
+    def on_test_begin(self, logs: Any = None) -> None:
         if not self._is_fitting:
             self._open("Evaluate", "batches")
         elif self._is_open:
@@ -213,34 +222,35 @@ class ProgressBar(Callback):
             self._pace.pause()
             self._draw("validating")
 
-    def on_test_batch_end(self, batch, logs=None):
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         if not self._is_fitting:
             self._advance(batch + 1, logs)
 
-    def on_test_end(self, logs=None):
+    def on_test_end(self, logs: Any = None) -> None:
         if not self._is_fitting:
             self._finish(logs)
         elif self._is_open:
             self._pace.resume()
 
-    def on_predict_begin(self, logs=None):
+    def on_predict_begin(self, logs: Any = None) -> None:
         self._open("Predict", "batches")
 
-    def on_predict_batch_end(self, batch, logs=None):
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
         # These logs hold the predictions themselves.
         self._advance(batch + 1, {})
 
-    def on_predict_end(self, logs=None):
+    def on_predict_end(self, logs: Any = None) -> None:
         self._finish({})
 
     # --- One line, from its opening to its closing ---
 
-    def _open(self, heading, unit):
+    def _open(self, heading: str, unit: str) -> None:
         self._heading, self._unit = heading, unit
         self._total = self.params["steps"]
         self._finished = 0
         self._latest_logs = None
-        self._numbers, self._validation = {}, {}
+        self._numbers: dict[str, str] = {}
+        self._validation = {}
         self._is_open = True
         self._began_secs = self._drawn_secs = self._clock()
         self._pace = Pace(self._clock, samples=self._samples())
@@ -252,7 +262,7 @@ class ProgressBar(Callback):
             self._live.start()
             self._draw()
 
-    def _advance(self, finished, logs):
+    def _advance(self, finished: int, logs: Any) -> None:
         self._finished, self._latest_logs = finished, logs
         now = self._clock()
         if self._is_live and now - self._drawn_secs >= REDRAW_SECS:
@@ -262,13 +272,13 @@ class ProgressBar(Callback):
         else:
             self._pace.advance(finished, self._samples())
 
-    def _look(self, logs):
+    def _look(self, logs: Any) -> None:
         # Looking waits for the device, so it comes before taking the time.
         self._numbers = shown_numbers(logs)
         self._latest_logs = None
         self._pace.advance(self._finished, self._samples())
 
-    def _finish(self, logs):
+    def _finish(self, logs: Any) -> None:
         if self._latest_logs is not None:
             self._look(logs)
         self._numbers = shown_numbers(logs)
@@ -276,16 +286,16 @@ class ProgressBar(Callback):
             self._total = self._finished
         self._close(self._speed(), self._elapsed())
 
-    def _draw(self, *details):
+    def _draw(self, *details: Any) -> None:
         if self._live is not None:
             self._live.update(self._grid(self._line(*details)), refresh=True)
 
-    def _stop_drawing(self):
+    def _stop_drawing(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
 
-    def _close(self, *details):
+    def _close(self, *details: Any) -> None:
         self._stop_drawing()
         self._is_open = False
         line = self._line(*details)
@@ -297,7 +307,7 @@ class ProgressBar(Callback):
 
     # --- What a line says ---
 
-    def _line(self, *details):
+    def _line(self, *details: Any) -> Line:
         # The epoch's own names come first, in its order and with its values.
         numbers = {**self._numbers, **self._validation, **self._numbers}
         return Line(
@@ -311,34 +321,34 @@ class ProgressBar(Callback):
             ),
         )
 
-    def _samples(self):
+    def _samples(self) -> int:
         return 0 if self.trainer is None else self.trainer.samples_seen
 
-    def _speed(self):
+    def _speed(self) -> str | None:
         speed = self._pace.samples_per_sec()
         return None if speed is None else f"{speed:,.0f} samples/s"
 
-    def _remaining(self):
+    def _remaining(self) -> str | None:
         secs_per_unit = self._pace.secs_per_unit()
         if secs_per_unit is None or self._total is None:
             return None
         units = max(0, self._total - self._finished)
         return f"ETA {format_duration(units * secs_per_unit)}"
 
-    def _elapsed(self):
+    def _elapsed(self) -> str:
         return format_duration(self._clock() - self._began_secs)
 
     @property
-    def _separator(self):
+    def _separator(self) -> str:
         return " - " if self._console.options.ascii_only else " · "
 
     # --- How it looks ---
 
-    def _bar_width(self, line):
+    def _bar_width(self, line: "Line") -> int:
         words = f"{line.heading}  {line.body(self._separator)}"
         return min(BAR_WIDTH, self._console.width - len(words))
 
-    def _grid(self, line):
+    def _grid(self, line: "Line") -> Any:
         cells = [text.Text(line.heading)]
         bar_width = self._bar_width(line)
         if bar_width >= SMALLEST_BAR_WIDTH:
@@ -355,17 +365,16 @@ class ProgressBar(Callback):
         return grid
 
 
-def make_progress_bar(verbose):
+def make_progress_bar(verbose: Any) -> ProgressBar | None:
     """Make the progress bar that `verbose` asks for; `None` for 0."""
     check_verbose(verbose)
     return ProgressBar(verbose) if verbose else None
 
 
-def make_bar(line, *, width, clock):
+def make_bar(line: "Line", *, width: int, clock: Callable[[], float]) -> Any:
     """Make the bar of a line, a moving pulse where the end is unknown.
 
     Args:
-        line: a `Line`.
         width: number of characters.
         clock: function that returns seconds, which moves the pulse.
 
@@ -381,7 +390,7 @@ def make_bar(line, *, width, clock):
     )
 
 
-def shown_numbers(logs):
+def shown_numbers(logs: Any) -> dict[str, str]:
     """Choose from the logs what a line shows, as short strings.
 
     Args:
@@ -403,7 +412,7 @@ def shown_numbers(logs):
     }
 
 
-def format_duration(secs):
+def format_duration(secs: float) -> str:
     """Write a duration the way people read it.
 
     Example:
@@ -415,7 +424,7 @@ def format_duration(secs):
     return str(datetime.timedelta(seconds=round(secs)))
 
 
-def check_verbose(verbose):
+def check_verbose(verbose: Any) -> None:
     """Refuse what Keras does not know as `verbose`.
 
     Raises:
