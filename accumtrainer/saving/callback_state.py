@@ -1,6 +1,7 @@
 """What a checkpoint keeps of callbacks, those of Keras included."""
 
 import hashlib
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ class CallbackStates:
         callbacks: callbacks for which `on_train_begin` has been called.
     """
 
-    def __init__(self, callbacks):
+    def __init__(self, callbacks: Any):
         self._callbacks = _keyed(callbacks)
         self._begun = {
             key: _plain_attributes(callback)
@@ -31,7 +32,7 @@ class CallbackStates:
             if not _has_state(callback)
         }
 
-    def get(self):
+    def get(self) -> dict[str, dict[str, Any]]:
         """Return the states, dict from a callback's key to a dict.
 
         Callbacks may go on while it is written.
@@ -44,7 +45,7 @@ class CallbackStates:
                 states[key] = self._changed(key, callback)
         return {key: state for key, state in states.items() if state}
 
-    def set(self, states):
+    def set(self, states: dict[str, Any]) -> None:
         """Restore states; callbacks that have none there begin anew.
 
         Args:
@@ -62,7 +63,7 @@ class CallbackStates:
             for name, value in states.get(key, {}).items():
                 setattr(callback, name, value)
 
-    def _changed(self, key, callback):
+    def _changed(self, key: str, callback: Any) -> dict[str, Any]:
         begun = self._begun[key]
         return {
             name: value
@@ -71,7 +72,7 @@ class CallbackStates:
         }
 
 
-def announce_states(callbacks, states):
+def announce_states(callbacks: Any, states: dict[str, Any]) -> None:
     """Tell callbacks with `has_state` what they will go on from.
 
     Args:
@@ -83,9 +84,10 @@ def announce_states(callbacks, states):
             callback.set_state(states[key])
 
 
-def _keyed(callbacks):
+def _keyed(callbacks: Any) -> dict[str, Any]:
     """Give each callback a key: its class and which of that class it is."""
-    keyed, counts = {}, {}
+    keyed: dict[str, Any] = {}
+    counts: dict[str, int] = {}
     for callback in callbacks:
         name = type(callback).__name__
         counts[name] = counts.get(name, -1) + 1
@@ -93,17 +95,17 @@ def _keyed(callbacks):
     return keyed
 
 
-def _has_state(callback):
+def _has_state(callback: Any) -> bool:
     return isinstance(callback, Callback) and callback.has_state
 
 
-def _plain_attributes(callback):
+def _plain_attributes(callback: Any) -> dict[str, Any]:
     """Collect `{name: (as written, value)}` of what can be saved."""
     plain = {}
     for name, value in vars(callback).items():
         if name in GIVEN:
             continue
-        arrays = {}
+        arrays: dict[str, np.ndarray] = {}
         try:
             written = encode(value, arrays, name)
         except TypeError:
@@ -113,11 +115,11 @@ def _plain_attributes(callback):
     return plain
 
 
-def _digest(array):
+def _digest(array: np.ndarray) -> bytes:
     return hashlib.blake2b(array.tobytes()).digest()
 
 
-def _copied(value):
+def _copied(value: Any) -> Any:
     """Copy arrays, and lists, tuples and dicts of them."""
     if isinstance(value, np.ndarray):
         return value.copy()

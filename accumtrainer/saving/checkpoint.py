@@ -13,8 +13,9 @@ import os
 import re
 import shutil
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import safetensors
 import safetensors.numpy
@@ -38,7 +39,6 @@ def write_checkpoint(
 
     Args:
         path: where the directory shall be.
-        snapshot: `Snapshot`.
         score: `Score` by which checkpoints are compared, or `None`.
 
     Raises:
@@ -66,7 +66,9 @@ def write_checkpoint(
         raise
 
 
-def _write_files(directory, snapshot, score):
+def _write_files(
+    directory: Path, snapshot: Snapshot, score: "Score | None"
+) -> None:
     plain, arrays = snapshot.pack()
     try:
         safetensors.numpy.save_file(arrays, directory / ARRAYS)
@@ -91,16 +93,16 @@ def _write_files(directory, snapshot, score):
     _flush(directory)
 
 
-def _encode_score(score):
+def _encode_score(score: "Score | None") -> Any:
     return encode(score and dataclasses.asdict(score), {}, "score")
 
 
-def _write_manifest(path, content):
+def _write_manifest(path: Path, content: dict[str, Any]) -> None:
     signed = {"content": content, "xxh3_128": _json_checksum(content)}
     _write_json(path, signed)
 
 
-def _replace_score(path, score):
+def _replace_score(path: Path, score: "Score") -> None:
     """Give a checkpoint another score, at once or not at all."""
     content = _read_manifest(path) | {"score": _encode_score(score)}
     unfinished = path / f"{UNFINISHED}{MANIFEST}"
@@ -109,24 +111,24 @@ def _replace_score(path, score):
     _flush(path)
 
 
-def _replaced(path):
+def _replaced(path: Path) -> Path:
     """Name the place where a checkpoint waits until its successor is there."""
     return path.with_name(f"{path.name}.replaced")
 
 
-def _json_checksum(content):
+def _json_checksum(content: Any) -> str:
     text = json.dumps(content, sort_keys=True)
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def _write_json(path, value):
+def _write_json(path: Path, value: Any) -> None:
     with path.open("w", encoding="utf-8") as file:
         json.dump(value, file, allow_nan=False, indent=1)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _flush(path):
+def _flush(path: Path) -> None:
     """Have the system write a file or directory to the disk now."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -135,7 +137,7 @@ def _flush(path):
         os.close(descriptor)
 
 
-def _checksum(path):
+def _checksum(path: Path) -> str:
     if not path.stat().st_size:
         return ""  # Nothing cannot be mapped into memory.
     with path.open("rb") as file:
@@ -143,7 +145,7 @@ def _checksum(path):
             return xxhash.xxh3_128_hexdigest(content)
 
 
-def _is_empty(path):
+def _is_empty(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
 
 
@@ -157,9 +159,6 @@ def read_checkpoint(path: str | os.PathLike) -> Snapshot:
 
     Args:
         path: the checkpoint's directory.
-
-    Returns:
-        `Snapshot`.
 
     Raises:
         CheckpointError: it is missing, damaged, or not one of ours.
@@ -185,7 +184,7 @@ def read_checkpoint(path: str | os.PathLike) -> Snapshot:
         ) from error
 
 
-def _read_manifest(path):
+def _read_manifest(path: Path) -> dict[str, Any]:
     signed = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     manifest = signed["content"]
     if _json_checksum(manifest) != signed["xxh3_128"]:
@@ -200,7 +199,7 @@ def _read_manifest(path):
     return manifest
 
 
-def _check_file(path, expected):
+def _check_file(path: Path, expected: dict[str, Any]) -> None:
     size = path.stat().st_size
     if size != expected["bytes"]:
         raise ValueError(
@@ -229,12 +228,12 @@ class Score:
     value: float
     mode: Literal["min", "max"]
 
-    def is_better_than(self, other: "Score | None") -> bool:
+    def is_better_than(self, other: "Score") -> bool:
         """Say whether this one is better than another; NaN never is."""
         return self.key < other.key
 
     @property
-    def key(self):
+    def key(self) -> float:
         """A float that is lower for the better score."""
         key = -self.value if self.mode == "max" else self.value
         return math.inf if math.isnan(key) else key
@@ -261,7 +260,7 @@ class CheckpointDirectory:
         self.path = Path(path)
         self._keep = keep
         self._keep_best = keep_best
-        self._damaged = set()
+        self._damaged: set[str] = set()
 
     def names(self) -> list[str]:
         """List the names of the checkpoints, good or not, oldest first."""
@@ -290,11 +289,10 @@ class CheckpointDirectory:
             )
         return self._first_good(names)
 
-    def write(self, snapshot: Snapshot, score: Score | None = None):
+    def write(self, snapshot: Snapshot, score: Score | None = None) -> Path:
         """Write a checkpoint, then remove those that are not to be kept.
 
         Args:
-            snapshot: `Snapshot`.
             score: `Score` by which checkpoints are compared, or `None`.
 
         Returns:
@@ -309,24 +307,21 @@ class CheckpointDirectory:
         self._remove_old()
         return path
 
-    def rate(self, score):
+    def rate(self, score: Score) -> None:
         """Give the newest checkpoint a score that it was written without.
 
         Those that are not to be kept by it are removed.
-
-        Args:
-            score: `Score`.
         """
         _replace_score(self.path / self.names()[-1], score)
         self._remove_old()
 
-    def clean(self):
+    def clean(self) -> None:
         """Remove what was left unfinished by a process that was killed."""
         if self.path.is_dir():
             for path in self.path.glob(f"{UNFINISHED}*"):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _first_good(self, names):
+    def _first_good(self, names: Iterable[str]) -> Snapshot | None:
         failures = []
         for name in names:
             try:
@@ -346,7 +341,7 @@ class CheckpointDirectory:
             ) from failures[0]
         return None
 
-    def _by_score(self):
+    def _by_score(self) -> list[str]:
         """List the names of those that have a score, best first."""
         scores = {}
         for name in reversed(self.names()):
@@ -356,9 +351,9 @@ class CheckpointDirectory:
                 continue
             if score is not None:
                 scores[name] = Score(**decode(score, {})).key
-        return sorted(scores, key=scores.get)
+        return sorted(scores, key=scores.__getitem__)
 
-    def _remove_old(self):
+    def _remove_old(self) -> None:
         names = self.names()
         good = [name for name in names if name not in self._damaged]
         kept = set(good[-self._keep :])
@@ -371,8 +366,8 @@ class CheckpointDirectory:
                 shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _number(name):
-    return int(NAME.fullmatch(name)["number"])
+def _number(name: str) -> int:
+    return int(name.partition("-")[0])
 
 
 def find_checkpoint(path: str | os.PathLike, which: str = "latest") -> Snapshot:
@@ -381,9 +376,6 @@ def find_checkpoint(path: str | os.PathLike, which: str = "latest") -> Snapshot:
     Args:
         path: directory of one checkpoint, or of many.
         which: `"latest"` or `"best"`, where there are many.
-
-    Returns:
-        `Snapshot`.
 
     Raises:
         CheckpointError: there is none that is good.

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import warnings
 from importlib import metadata
+from typing import Any
 
 from accumtrainer import errors
 from accumtrainer.keras_api import BACKEND, KERAS_NAME, keras
@@ -12,18 +13,16 @@ from accumtrainer.saving.checkpoint import CheckpointDirectory, find_checkpoint
 from accumtrainer.saving.snapshot import Snapshot
 
 
-def take_snapshot(trainer, engine, loop):
+def take_snapshot(trainer: Any, engine: Any, loop: Any) -> Snapshot:
     """Copy everything that training changes to the host.
 
     Args:
         trainer: `Trainer`.
         engine: its `Engine`.
         loop: its `FitLoop`, or `None` outside a fit.
-
-    Returns:
-        `Snapshot`.
     """
     values, progress = engine.capture()
+    nothing: dict[str, Any]
     nothing = {"position": None, "source": None, "run": None, "callbacks": {}}
     return Snapshot(
         variables=values,
@@ -33,7 +32,7 @@ def take_snapshot(trainer, engine, loop):
     )
 
 
-def _facts(trainer):
+def _facts(trainer: Any) -> dict[str, Any]:
     plan = trainer.plan
     return {
         "backend": BACKEND,
@@ -50,7 +49,7 @@ def _facts(trainer):
     }
 
 
-def find_saved(resume_from, callbacks):
+def find_saved(resume_from: Any, callbacks: Any) -> Snapshot | None:
     """Find the snapshot that a fit shall go on from.
 
     Args:
@@ -92,11 +91,10 @@ def find_saved(resume_from, callbacks):
     return places[0].newest()
 
 
-def check_same(saved, trainer):
+def check_same(saved: Snapshot, trainer: Any) -> None:
     """Refuse to go on with another optimizer; say what cannot be the same.
 
     Args:
-        saved: `Snapshot`.
         trainer: `Trainer`.
 
     Raises:

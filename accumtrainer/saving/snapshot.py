@@ -3,6 +3,7 @@
 import base64
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch, is_text, map_leaves
 from accumtrainer.keras_api import ops
+from accumtrainer.keras_api.types import Nest, Variable
 
 PARTS = (
     "model",
@@ -56,13 +58,13 @@ class Snapshot:
         """Whether the loss was scaled; older checkpoints do not say."""
         return self.about.get("scales_loss", True)
 
-    def pack(self):
+    def pack(self) -> tuple[Any, dict[str, np.ndarray]]:
         """Take the snapshot apart into what files hold.
 
         Returns:
             Pair: nest of what JSON knows; dict from name to NumPy array.
         """
-        arrays = {}
+        arrays: dict[str, np.ndarray] = {}
         for part, values in self.variables.items():
             for index, (path, value) in enumerate(values.items()):
                 arrays[f"{part}/{index:05d}/{path}"] = value
@@ -74,8 +76,9 @@ class Snapshot:
         return plain, arrays
 
     @classmethod
-    def unpack(cls, plain, arrays):
+    def unpack(cls, plain: Any, arrays: dict[str, np.ndarray]) -> "Snapshot":
         """Put together what `pack` took apart."""
+        variables: dict[str, dict[str, np.ndarray]]
         variables = {part: {} for part in PARTS}
         for name in sorted(arrays):
             part, _, rest = name.partition("/")
@@ -93,24 +96,21 @@ class Blank:
     dtype: str
 
 
-def blank(nest):
+def blank(nest: Nest) -> Nest:
     """Forget the values in a nest of arrays."""
     return map_leaves(lambda a: Blank(np.shape(a), str(a.dtype)), nest)
 
 
-def _zeros(shape, dtype):
+def _zeros(shape: Sequence[int], dtype: str) -> np.ndarray:
     return np.zeros(shape, dtype) if dtype != "object" else np.full(shape, "")
 
 
-def _text(shape, dtype, cells):
+def _text(shape: Sequence[int], dtype: str, cells: list[Any]) -> np.ndarray:
     return np.array(cells, dtype).reshape(shape)
 
 
-def copy_to_host(variables):
+def copy_to_host(variables: list[Variable]) -> dict[str, np.ndarray]:
     """Copy variables, `{path: array}`; the arrays belong to nobody else.
-
-    Args:
-        variables: list of Keras variables.
 
     Returns:
         Dict of NumPy arrays in the order given; a path that comes again is
@@ -128,14 +128,15 @@ def copy_to_host(variables):
     return values
 
 
-def check_fits(part, variables, values):
+def check_fits(
+    part: str, variables: list[Variable], values: dict[str, np.ndarray]
+) -> None:
     """Refuse saved values that do not belong to these variables.
 
     Layers that Keras has numbered may have other numbers now.
 
     Args:
-        part: str, how to call the variables.
-        variables: list of Keras variables.
+        part: how to call the variables.
         values: dict from path to array, saved by `copy_to_host`.
 
     Raises:
@@ -148,11 +149,12 @@ def check_fits(part, variables, values):
         )
 
 
-def find_difference(variables, values):
+def find_difference(
+    variables: list[Variable], values: dict[str, np.ndarray]
+) -> dict[str, str] | None:
     """Compare saved values with the variables they are meant for.
 
     Args:
-        variables: list of Keras variables.
         values: dict from path to array, saved by `copy_to_host`.
 
     Returns:
@@ -177,24 +179,24 @@ def find_difference(variables, values):
     }
 
 
-def put_back(variables, values):
+def put_back(variables: list[Variable], values: dict[str, np.ndarray]) -> None:
     """Assign saved values; see `check_fits` for whether they fit."""
     for variable, value in zip(variables, values.values(), strict=True):
         variable.assign(value)
 
 
-def _unnumbered(path):
+def _unnumbered(path: str) -> str:
     return re.sub(r"(_|#)\d+", "", path)
 
 
-def encode(value, arrays, name):
+def encode(value: Any, arrays: dict[str, np.ndarray], name: str) -> Any:
     """Write a nest of plain values in what JSON knows.
 
     Args:
         value: nest of dicts, lists, tuples, `Batch`es, numbers, strings,
             bytes, `None` and arrays.
         arrays: dict, to which the arrays of numbers found are added.
-        name: str, how to call them.
+        name: how to call them.
 
     Returns:
         Nest of what JSON knows.
@@ -243,7 +245,7 @@ def encode(value, arrays, name):
     )
 
 
-def decode(value, arrays):
+def decode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
     """Read what `encode` has written."""
     if isinstance(value, list):
         return [decode(v, arrays) for v in value]
