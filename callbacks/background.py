@@ -3,6 +3,8 @@
 import queue
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 MOST_WAITING = 10_000
 """Tasks that may wait; later ones are refused."""
@@ -14,10 +16,10 @@ class Background:
     What a function raises ends only that function.
 
     Args:
-        name: str, the thread's name.
-        most_waiting: int, functions that may wait to be run.
-        gather_secs: float, seconds to gather functions before they are run,
-            one right after the other; for those that are cheaper so.
+        name: the thread's name.
+        most_waiting: functions that may wait to be run.
+        gather_secs: seconds to gather functions before they are run, one right
+            after the other; for those that are cheaper so.
 
     Attributes:
         failures: list of the exceptions raised so far.
@@ -31,18 +33,23 @@ class Background:
         (True, ['a', 'b'])
     """
 
-    def __init__(self, name, most_waiting=MOST_WAITING, gather_secs=0.0):
-        self.failures = []
+    def __init__(
+        self,
+        name: str,
+        most_waiting: int = MOST_WAITING,
+        gather_secs: float = 0.0,
+    ):
+        self.failures: list[BaseException] = []
         self._gather_secs = gather_secs
         self._is_hurried = threading.Event()
-        self._tasks = queue.Queue(most_waiting)
+        self._tasks: queue.Queue = queue.Queue(most_waiting)
         self._is_given_up = False
         self._thread = threading.Thread(
             target=self._run, name=name, daemon=True
         )
         self._thread.start()
 
-    def do(self, function, *arguments):
+    def do(self, function: Callable[..., Any], *arguments: Any) -> bool:
         """Run a function later; return `False` if too many are waiting."""
         try:
             self._tasks.put_nowait((function, arguments))
@@ -51,19 +58,19 @@ class Background:
         return True
 
     @property
-    def waiting(self):
+    def waiting(self) -> int:
         """How many functions wait to be run, about."""
         return self._tasks.qsize()
 
-    def hurry(self):
+    def hurry(self) -> None:
         """Gather no longer: run what is waiting."""
         self._is_hurried.set()
 
-    def wait(self, timeout_secs):
+    def wait(self, timeout_secs: float) -> bool:
         """Wait until everything given so far is done.
 
         Returns:
-            bool, whether it was done in time.
+            Whether it was done in time.
         """
         is_done = threading.Event()
         end = time.monotonic() + timeout_secs
@@ -75,12 +82,14 @@ class Background:
         self.hurry()
         return is_done.wait(max(0.0, end - time.monotonic()))
 
-    def finish(self, timeout_secs, function, *arguments):
+    def finish(
+        self, timeout_secs: float, function: Callable[..., Any], *arguments: Any
+    ) -> bool:
         """Do what is left, one last thing after it, then end the thread.
 
         Returns:
-            bool, whether it was done in time. Otherwise the function that
-            runs goes on to its end, and those that wait are forgotten.
+            Whether it was done in time. Otherwise the function that runs goes
+            on to its end, and those that wait are forgotten.
         """
         end = time.monotonic() + timeout_secs
         is_done = self.wait(timeout_secs) and self.do(function, *arguments)
@@ -90,7 +99,7 @@ class Background:
         self.hurry()
         return is_done
 
-    def _run(self):
+    def _run(self) -> None:
         while not self._is_given_up:
             first = self._tasks.get()
             self._is_hurried.wait(self._gather_secs)
@@ -99,7 +108,7 @@ class Background:
             self._is_hurried.clear()
             self._run_all(first)
 
-    def _run_all(self, task):
+    def _run_all(self, task: Any) -> None:
         """Run a task, and those that wait behind it."""
         while not self._is_given_up:
             function, arguments = task
@@ -113,5 +122,5 @@ class Background:
                 return
 
 
-def _do_nothing():
+def _do_nothing() -> None:
     pass

@@ -149,7 +149,7 @@ class Checkpoint(Callback):
         self._saved_at = state["saved_at"]
         self._was_restored = True
 
-    def _judge(self, logs):
+    def _judge(self, logs: Any) -> None:
         """Note the number by which checkpoints are compared."""
         value = (logs or {}).get(self._monitored)
         if value is None:
@@ -158,7 +158,7 @@ class Checkpoint(Callback):
         if self._best is None or self._score.is_better_than(self._best):
             self._best, self._is_new_best = self._score, True
 
-    def _rate_last(self):
+    def _rate_last(self) -> None:
         """Give the last checkpoint the score of what was judged after it.
 
         Where training stops amid an epoch, it is saved before the epoch ends
@@ -172,10 +172,11 @@ class Checkpoint(Callback):
         if self.trainer.is_chief:
             self.checkpoints.rate(self._best)
 
-    def _score_of(self, value):
+    def _score_of(self, value: Any) -> Score:
+        assert self._monitored is not None
         return Score(name=self._monitored, value=float(value), mode=self._mode)
 
-    def _save(self):
+    def _save(self) -> None:
         progress = self.trainer.progress
         moment = [progress.micro_batches, progress.epochs]
         self._since = progress
@@ -191,7 +192,7 @@ class Checkpoint(Callback):
                 self.checkpoints.write, snapshot, score
             )
 
-    def _wait(self, *, is_last):
+    def _wait(self, *, is_last: bool) -> None:
         """Wait for the write under way, and say how it ended."""
         writing, self._writing = self._writing, None
         if writing is None:
@@ -210,12 +211,19 @@ class Checkpoint(Callback):
         )
 
 
-def _mode(name):
+def _mode(name: str | None) -> Literal["min", "max"]:
     is_larger_better = any(part in (name or "") for part in LARGER_IS_BETTER)
     return "max" if is_larger_better else "min"
 
 
-def _check(directory, every, keep, keep_best, mode, signals):
+def _check(
+    directory: Any,
+    every: Any,
+    keep: Any,
+    keep_best: Any,
+    mode: Any,
+    signals: Any,
+) -> None:
     if not isinstance(directory, str | os.PathLike) or directory == "auto":
         raise TypeError(
             "directory must be a path. Received: "

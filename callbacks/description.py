@@ -53,12 +53,12 @@ def as_plain(value: Any) -> Any:
     return str(value)
 
 
-def _describe_optimizer(optimizer):
+def _describe_optimizer(optimizer: Any) -> dict[str, Any]:
     """Read the arguments of an optimizer, by the names of its constructor.
 
     Not by `get_config`, which imports TensorFlow where there is a schedule.
     """
-    names = []
+    names: list[str] = []
     for cls in (keras.optimizers.Optimizer, type(optimizer)):
         names += inspect.signature(cls.__init__).parameters
     values = {name: getattr(optimizer, name, None) for name in names}
@@ -73,14 +73,14 @@ def _describe_optimizer(optimizer):
     }
 
 
-def _describe_schedule(schedule):
+def _describe_schedule(schedule: Any) -> Any:
     if schedule is None:
         return None
     return {"class_name": type(schedule).__name__} | schedule.get_config()
 
 
-def _describe_model(model):
-    def count(variables):
+def _describe_model(model: Any) -> dict[str, Any]:
+    def count(variables: list[Any]) -> int:
         return sum(_size(variable) for variable in variables)
 
     lines = []
@@ -95,14 +95,14 @@ def _describe_model(model):
     }
 
 
-def _size(variable):
+def _size(variable: Any) -> int:
     size = 1
     for length in variable.shape:
         size *= length
     return size
 
 
-def _versions():
+def _versions() -> dict[str, str]:
     versions = {
         "accumtrainer": metadata.version("accumtrainer"),
         "python": platform.python_version(),

@@ -34,8 +34,8 @@ class GradientAccumulation(Callback):
             or a function from a `Batch` to a scalar. Default: unknown.
         loss_scale: `"auto"` (on iff a layer computes in float16),
             `LossScale`, or `None` for off.
-        max_consecutive_skips: int, windows in a row that may have gradients
-            that are not finite; `None` for any number.
+        max_consecutive_skips: windows in a row that may have gradients that are
+            not finite; `None` for any number.
         **others: refused; the error says what replaces them.
 
     Example:
@@ -132,5 +132,5 @@ class GradientAccumulation(Callback):
         self._is_training = False
 
 
-def _say_nothing(line):
+def _say_nothing(line: str) -> None:
     del line

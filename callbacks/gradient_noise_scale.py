@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -65,8 +66,8 @@ class GradientNoiseScale(Callback):
 
     Args:
         every: `Every`, how often to take the numbers; default 10 updates.
-        decay: float, at least 0 and below 1: by how much an update counts
-            less than the next in the averages.
+        decay: at least 0 and below 1: by how much an update counts less than
+            the next in the averages.
 
     Raises:
         TypeError: `every` is no `Every`.
@@ -105,8 +106,8 @@ class GradientNoiseScale(Callback):
         self._is_open = False
         self._begin()
 
-    def _begin(self):
-        self._unread = []
+    def _begin(self) -> None:
+        self._unread: list[Any] = []
         self._sums = np.zeros(len(SUMS))
         self._shown = self._sums
         self._since = Progress()
@@ -178,7 +179,7 @@ class GradientNoiseScale(Callback):
         self._shown = np.array(state["shown"])
         self._since = Progress.from_dict(state["since"])
 
-    def _read(self, count=None):
+    def _read(self, count: int | None = None) -> None:
         """Fetch the numbers of updates that have run, the oldest first."""
         unread = self._unread[:count]
         self._unread = self._unread[len(unread) :]
@@ -200,12 +201,18 @@ SUMS = ("square", "noise", "products", "norms", "samples", "updates")
 """What is averaged; the last stands for the weight that all of them have."""
 
 
-def measure_noise(sizes, window_norm, micro_batches, *, combine="exact"):
+def measure_noise(
+    sizes: Sequence[int] | np.ndarray,
+    window_norm: float,
+    micro_batches: Any,
+    *,
+    combine: str = "exact",
+) -> tuple[float, ...] | None:
     """Estimate the noise of one update's gradient; see the class.
 
     Args:
         sizes: samples of each micro-batch.
-        window_norm: float, norm of the update's gradient.
+        window_norm: norm of the update's gradient.
         micro_batches: dict with `weight`, `gradient_norm` and
             `gradient_weight` of each micro-batch, arrays `[k]`.
         combine: as in `Accumulation`.
@@ -247,7 +254,7 @@ def measure_noise(sizes, window_norm, micro_batches, *, combine="exact"):
     return tuple(map(float, sums)) if np.isfinite(sums).all() else None
 
 
-def _numbers(sums):
+def _numbers(sums: np.ndarray) -> dict[str, float]:
     """Divide averages, `{name: float}`; the weight they share cancels."""
     square, noise, products, norms, _, updates = sums.tolist()
     if not updates:
@@ -258,7 +265,7 @@ def _numbers(sums):
     return numbers | ({"gradient_cosine": products / norms} if norms else {})
 
 
-def _summarize(sums):
+def _summarize(sums: np.ndarray) -> str:
     scale = _numbers(sums)["gradient_noise_scale"]
     samples = f"{sums[-2] / sums[-1]:,.0f} samples"
     if math.isinf(scale):

@@ -29,7 +29,7 @@ class NaNLocator(Callback):
     Args:
         directory: where to write the reports, one text file each.
         stop: whether to stop training at the first report.
-        most_reports: int, reports to write in one training.
+        most_reports: reports to write in one training.
 
     Raises:
         ValueError: `most_reports` is not above 0.
@@ -69,7 +69,7 @@ class NaNLocator(Callback):
         self.directory = pathlib.Path(directory)
         self.stop = stop
         self.most_reports = most_reports
-        self.reports = []
+        self.reports: list[pathlib.Path] = []
         self._unchecked = None
         self._seen = None
         self._is_open = False
@@ -109,13 +109,13 @@ class NaNLocator(Callback):
     def set_state(self, state: dict[str, Any]) -> None:
         self.reports = [pathlib.Path(path) for path in state["reports"]]
 
-    def _look(self):
+    def _look(self) -> None:
         """Remember the last window, to be checked when that costs nothing."""
         self._seen = self.trainer.last_window
         if self._is_open and self._left:
             self._unchecked = self.trainer.window_logs
 
-    def _check(self):
+    def _check(self) -> None:
         logs, self._unchecked = self._unchecked, None
         if logs is None or logs["applied"]:
             return
@@ -127,7 +127,7 @@ class NaNLocator(Callback):
         if self.stop:
             self.trainer.model.stop_training = True
 
-    def _report(self, logs, inspection):
+    def _report(self, logs: Any, inspection: Any) -> None:
         updates, skipped = logs["updates"], logs["skipped_updates"]
         path = self.directory / f"after_update_{updates}_skip_{skipped}.txt"
         try:
@@ -146,7 +146,7 @@ class NaNLocator(Callback):
         )
 
 
-def _describe(logs, epoch, inspection):
+def _describe(logs: Any, epoch: int, inspection: Any) -> str:
     numbers = {name: logs[name] for name in logs if name != "applied"}
     rows = [f"  {name:<22}{value:g}" for name, value in numbers.items()]
     return "\n".join(

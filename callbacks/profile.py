@@ -21,9 +21,9 @@ class Profile(Callback):
 
     Args:
         directory: where to write the trace.
-        first_update: int, index of the first update to record, from 0,
-            counted in this training. The first ones compile.
-        updates: int, how many to record.
+        first_update: index of the first update to record, from 0, counted in
+            this training. The first ones compile.
+        updates: how many to record.
 
     Raises:
         ValueError: `first_update` is below 0, or `updates` below 1.
@@ -85,7 +85,7 @@ class Profile(Callback):
         self._step.close()
         self._stop()
 
-    def _start(self):
+    def _start(self) -> None:
         # Nothing of the updates before is to be in the trace.
         _ = self.trainer.progress
         try:
@@ -95,7 +95,7 @@ class Profile(Callback):
         else:
             self._is_recording = True
 
-    def _stop(self):
+    def _stop(self) -> None:
         if not self._is_recording:
             return
         self._is_recording = False
@@ -104,13 +104,13 @@ class Profile(Callback):
         finally:
             self._close()
 
-    def _close(self):
+    def _close(self) -> None:
         try:
             self._trace.close()
         except Exception as error:
             self._warn(error)
 
-    def _warn(self, error):
+    def _warn(self, error: BaseException) -> None:
         warnings.warn(
             f"Profile could not write to {str(self.directory)!r}: {error}. "
             "Training goes on.",

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ class RunLog(Logger):
         if self._file is not None:
             self._present = _Present.of_file(self.path, self._begin)
 
-    def _append(self, line):
+    def _append(self, line: bytes) -> None:
         """Write a whole line, or nothing."""
         try:
             written = self._file.write(line)
@@ -112,7 +113,7 @@ class RunLog(Logger):
         self._size += len(line)
         self._begin = self._size
 
-    def _warn_once(self, error):
+    def _warn_once(self, error: OSError) -> None:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -132,14 +133,14 @@ class _Present:
     common.
     """
 
-    def __init__(self, updates=-1, names=()):
+    def __init__(self, updates: int = -1, names: Iterable[str] = ()):
         self._updates = updates
         self._names = set(names) - {"updates", "epoch"}
 
     @classmethod
-    def of_file(cls, path, begin):
+    def of_file(cls, path: Path, begin: int) -> "_Present":
         """Look for the last points of a file, from some byte on."""
-        updates, names = -1, set()
+        updates, names = -1, set[str]()
         for line in path.read_bytes()[begin:].splitlines():
             point = _parse(line)
             if point.get("updates", updates) != updates:
@@ -147,14 +148,14 @@ class _Present:
             names |= set(point)
         return cls(updates, names)
 
-    def has(self, updates, numbers):
+    def has(self, updates: int, numbers: dict[str, Any]) -> bool:
         """Say whether a point is in the file."""
         if updates != self._updates:
             return updates < self._updates
         return bool(self._names & set(numbers))
 
 
-def _strict(value):
+def _strict(value: Any) -> Any:
     """Turn what a point may hold into what JSON knows."""
     if isinstance(value, dict):
         return {str(name): _strict(item) for name, item in value.items()}
@@ -166,7 +167,7 @@ def _strict(value):
     return value if is_known else str(value)
 
 
-def _repair(path):
+def _repair(path: Path) -> int:
     """Make a file end with a whole line; return its size in bytes."""
     if not path.is_file():
         return 0  # a device or a pipe
@@ -182,7 +183,7 @@ def _repair(path):
     return size
 
 
-def _parse(line):
+def _parse(line: bytes) -> dict[str, Any]:
     """Read a point, or an empty dict where there is none."""
     try:
         point = json.loads(line)
@@ -191,6 +192,6 @@ def _parse(line):
     return point if isinstance(point, dict) else {}
 
 
-def _truncate(path, size):
+def _truncate(path: Path, size: int) -> None:
     if path.is_file():
         os.truncate(path, size)

@@ -75,7 +75,7 @@ class Throughput(Callback):
         self._first: Any = None
         self._last: Any = None
         self._epoch_begun: Any = None
-        self._numbers = {}
+        self._numbers: dict[str, float] = {}
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch_begun = self._meter.read()
@@ -109,10 +109,10 @@ class Throughput(Callback):
     def on_train_end(self, logs: Any = None) -> None:
         self._meter = None
 
-    def _first_windows(self):
+    def _first_windows(self) -> int:
         return 0 if self._first is None else self._first.windows
 
-    def _compare(self, before, after):
+    def _compare(self, before: Any, after: Any) -> dict[str, float]:
         windows = after.windows - before.windows
         seconds = after.seconds - before.seconds
         if not windows or seconds <= 0:
@@ -148,13 +148,13 @@ class _Reading:
 class _Meter:
     """Counts what runs, and the time outside of validations."""
 
-    def __init__(self, trainer):
+    def __init__(self, trainer: Any):
         self._trainer = trainer
         self._windows = self._micro_batches = self._tokens = 0
         self._paused_seconds = 0.0
-        self._paused_at = None
+        self._paused_at = 0.0
 
-    def count(self, count_tokens):
+    def count(self, count_tokens: Any) -> None:
         """Count the window that has just run."""
         window = self._trainer.last_window
         self._windows += 1
@@ -162,7 +162,7 @@ class _Meter:
         if count_tokens is not None:
             self._tokens += sum(map(int, map(count_tokens, window.split())))
 
-    def read(self):
+    def read(self) -> _Reading:
         """Return what the host has seen so far."""
         return _Reading(
             seconds=time.monotonic() - self._paused_seconds,
@@ -173,19 +173,19 @@ class _Meter:
             tokens=self._tokens,
         )
 
-    def wait_and_read(self):
+    def wait_and_read(self) -> _Reading:
         """Wait for the device to have done what the host has seen."""
         self._wait()
         return self.read()
 
-    def pause(self):
+    def pause(self) -> None:
         """Let the time stand still, once the updates under way are done."""
         self._wait()
         self._paused_at = time.monotonic()
 
-    def go_on(self):
+    def go_on(self) -> None:
         """Let the time go on."""
         self._paused_seconds += time.monotonic() - self._paused_at
 
-    def _wait(self):
+    def _wait(self) -> None:
         _ = self._trainer.progress

@@ -7,6 +7,7 @@ import pathlib
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -90,7 +91,7 @@ class TrainingPlot(Logger):
         self.path = pathlib.Path(path)
         self.redraw_secs = redraw_secs
         self._clock = clock
-        self._curves = {}
+        self._curves: dict[str, _Curve] = {}
         self._trainer_drawn = None
         self._next_drawing = math.inf
         self._has_warned = False
@@ -127,7 +128,7 @@ class TrainingPlot(Logger):
             name: _Curve(**curve) for name, curve in state["curves"].items()
         }
 
-    def _check_format(self):
+    def _check_format(self) -> None:
         known = _make_figure(1.0).canvas.get_supported_filetypes()
         suffix = self.path.suffix.removeprefix(".")
         if suffix not in known:
@@ -137,7 +138,7 @@ class TrainingPlot(Logger):
                 f"{str(self.path.with_suffix('.png'))!r}."
             )
 
-    def _draw(self):
+    def _draw(self) -> None:
         if not _not_empty(self._curves):
             return
         begun = self._clock()
@@ -150,7 +151,7 @@ class TrainingPlot(Logger):
         rest = max(self.redraw_secs, (now - begun) / DRAWING_SHARE)
         self._next_drawing = now + rest
 
-    def _warn_once(self, error):
+    def _warn_once(self, error: BaseException) -> None:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -169,11 +170,11 @@ class _Curve:
         points: list of `[updates, low, high, total, count, last]`.
     """
 
-    def __init__(self, stride=1, points=()):
+    def __init__(self, stride: int = 1, points: Any = ()):
         self._stride = stride
         self._points = [list(point) for point in points]
 
-    def add(self, updates, value):
+    def add(self, updates: int, value: Any) -> None:
         """Add a point, unless its value is not finite."""
         if not np.isfinite(value):
             return
@@ -187,11 +188,11 @@ class _Curve:
             self._points = _merge_runs(self._points, 2)
             self._stride *= 2
 
-    def get_state(self):
+    def get_state(self) -> dict[str, Any]:
         """Return what the constructor takes, a dict ready for JSON."""
         return {"stride": self._stride, "points": self._points}
 
-    def columns(self):
+    def columns(self) -> tuple[np.ndarray, ...]:
         """Return updates, low, mean, high and last, arrays to be drawn."""
         run = -(-len(self._points) // MOST_DRAWN)
         points = _merge_runs(self._points, run) if run > 1 else self._points
@@ -199,25 +200,25 @@ class _Curve:
         return updates, low, total / count, high, last
 
 
-def _merge_runs(points, length):
+def _merge_runs(points: list[Any], length: int) -> list[list[Any]]:
     """Merge each `length` neighbours into one point."""
     starts = range(0, len(points), length)
     return [_merge(points[start : start + length]) for start in starts]
 
 
-def _merge(points):
+def _merge(points: list[Any]) -> list[Any]:
     updates, low, high, total, count, last = zip(*points, strict=True)
     return [updates[-1], min(low), max(high), sum(total), sum(count), last[-1]]
 
 
-def _is_validation_loss(name):
+def _is_validation_loss(name: str) -> bool:
     return name.startswith("val_") and name.endswith("loss")
 
 
 # The picture.
 
 
-def _make_figure(height_inches):
+def _make_figure(height_inches: float) -> Any:
     """Make a figure by itself, which leaves pyplot and its backend alone."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -233,7 +234,7 @@ def _make_figure(height_inches):
     return figure
 
 
-def _write_figure(figure, path):
+def _write_figure(figure: Any, path: Path) -> None:
     """Write a figure beside its place, then move it there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -244,12 +245,12 @@ def _write_figure(figure, path):
         temporary.unlink(missing_ok=True)
 
 
-def _draw_curves(curves, title):
+def _draw_curves(curves: Any, title: str) -> Any:
     """Draw one panel above the other, all over the same updates.
 
     Args:
         curves: dict of `_Curve` by name.
-        title: str, name of the model.
+        title: name of the model.
 
     Returns:
         matplotlib figure.
@@ -276,11 +277,11 @@ def _draw_curves(curves, title):
     return figure
 
 
-def _not_empty(curves):
+def _not_empty(curves: Any) -> dict[str, Any]:
     return {name: c for name, c in curves.items() if c.get_state()["points"]}
 
 
-def _draw_losses(axis, columns):
+def _draw_losses(axis: Any, columns: Any) -> None:
     names = _validation_names(columns)
     drawn = [columns[name] for name in names]
     if "loss" in columns:
@@ -307,13 +308,13 @@ def _draw_losses(axis, columns):
         )
 
 
-def _draw_learning_rate(axis, columns):
+def _draw_learning_rate(axis: Any, columns: Any) -> None:
     _draw_line(axis, columns["learning_rate"], GREEN, "learning rate")
     _scale_values(axis, [columns["learning_rate"]], begins_at_zero=True)
     axis.set_ylabel("learning rate")
 
 
-def _draw_gradient_norm(axis, columns):
+def _draw_gradient_norm(axis: Any, columns: Any) -> None:
     drawn = [columns["gradient_norm"]]
     if "clipped_gradient_norm" in columns:
         drawn.append(columns["clipped_gradient_norm"])
@@ -326,7 +327,7 @@ def _draw_gradient_norm(axis, columns):
     axis.set_ylabel("gradient norm")
 
 
-def _draw_scale_and_skips(axis, columns):
+def _draw_scale_and_skips(axis: Any, columns: Any) -> None:
     has_scale = _scales(columns)
     if has_scale:
         updates, *_, last = columns["loss_scale"]
@@ -351,7 +352,7 @@ def _draw_scale_and_skips(axis, columns):
     counting.yaxis.set_major_locator(_whole_numbers(5))
 
 
-def _draw_line(axis, columns, color, label):
+def _draw_line(axis: Any, columns: Any, color: str, label: str) -> None:
     updates, low, mean, high, _ = columns
     marker = "o" if len(updates) <= MOST_MARKED else None
     axis.plot(
@@ -369,7 +370,7 @@ def _draw_line(axis, columns, color, label):
         )
 
 
-def _draw_steps(axis, updates, values, color):
+def _draw_steps(axis: Any, updates: Any, values: Any, color: str) -> None:
     marker = "o" if len(updates) <= MOST_MARKED else None
     axis.step(
         updates,
@@ -382,7 +383,7 @@ def _draw_steps(axis, updates, values, color):
     )
 
 
-def _ring_lowest(axis, columns, color):
+def _ring_lowest(axis: Any, columns: Any, color: str) -> None:
     updates, low, *_ = columns
     lowest = int(np.argmin(low))
     axis.plot(
@@ -395,7 +396,9 @@ def _ring_lowest(axis, columns, color):
     )
 
 
-def _scale_values(axis, drawn, *, begins_at_zero=False):
+def _scale_values(
+    axis: Any, drawn: Any, *, begins_at_zero: bool = False
+) -> None:
     """Choose a logarithmic axis where a linear one would hide the most.
 
     That is where everything is above zero, and half of it lies below a tenth
@@ -414,7 +417,7 @@ def _scale_values(axis, drawn, *, begins_at_zero=False):
         axis.set_ylim(0, 1.08 * high.max() or 1)
 
 
-def _scale_by_logarithm(axis, ratio):
+def _scale_by_logarithm(axis: Any, ratio: float) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     subdivisions = (1.0, 2.0, 5.0) if ratio < 100 else (1.0,)
@@ -424,7 +427,7 @@ def _scale_by_logarithm(axis, ratio):
     axis.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _style(axis):
+def _style(axis: Any) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(True, color="#e6e6e6", linewidth=0.6)
     axis.set_axisbelow(True)
@@ -433,7 +436,7 @@ def _style(axis):
     axis.yaxis.get_offset_text().set_size(7)
 
 
-def _style_updates(axis, columns):
+def _style_updates(axis: Any, columns: Any) -> None:
     updates = np.concatenate([column[0] for column in columns.values()])
     first, last = updates.min(), updates.max()
     if first == last:
@@ -446,17 +449,17 @@ def _style_updates(axis, columns):
     axis.set_xlabel("updates", fontsize=8)
 
 
-def _whole_numbers(most_ticks):
+def _whole_numbers(most_ticks: int) -> Any:
     from matplotlib.ticker import MaxNLocator
 
     return MaxNLocator(nbins=most_ticks, integer=True, steps=[1, 2, 5, 10])
 
 
-def _add_legend(axis):
+def _add_legend(axis: Any) -> None:
     axis.legend(fontsize=7, frameon=False, loc="upper right", ncols=4)
 
 
-def _summary(columns, title):
+def _summary(columns: Any, title: str) -> str:
     """Say in a line how the training stands."""
     updates = int(max(column[0][-1] for column in columns.values()))
     parts = [title] if title else []
@@ -470,28 +473,28 @@ def _summary(columns, title):
     return "   ·   ".join(parts)
 
 
-def _validation_names(columns):
+def _validation_names(columns: Any) -> list[str]:
     """List the losses of validation to draw, their sum if there is one."""
     if "val_loss" in columns:
         return ["val_loss"]
     return [name for name in columns if _is_validation_loss(name)]
 
 
-def _scales(columns):
+def _scales(columns: Any) -> bool:
     """Whether the loss has ever been scaled."""
     return "loss_scale" in columns and bool(
         np.any(columns["loss_scale"][3] > 1)
     )
 
 
-def _skips(columns):
+def _skips(columns: Any) -> int:
     """Count the updates skipped."""
     if "skipped_updates" not in columns:
         return 0
     return int(columns["skipped_updates"][4][-1])
 
 
-def _check(path, redraw_secs):
+def _check(path: Any, redraw_secs: Any) -> None:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
             "path must be a path. Received: "

@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -256,13 +257,13 @@ class WandbLogger(Logger):
             )
         self._send(self._wandb.log_directory, directory, self._last_updates)
 
-    def send_what_is_due(self):
+    def send_what_is_due(self) -> None:
         """Send the points of earlier updates, and wait until W&B has them."""
         if self._is_open and self._background is not None:
             self._write_what_was_due()
             self._background.wait(START_SECS)
 
-    def _start(self):
+    def _start(self) -> None:
         is_continued = self._run_id is not None
         options = self._init_options()
         self._wandb = WandbRun(self._given_run, options, _counter(self))
@@ -282,7 +283,7 @@ class WandbLogger(Logger):
             raise failure
         self._warn_of_failures()
 
-    def _begin_run(self, config, is_continued):
+    def _begin_run(self, config: dict[str, Any], is_continued: bool) -> None:
         """Start the run; called in the thread."""
         self._wandb.start(
             config, is_continued=is_continued, is_resumed=self._is_resumed
@@ -293,7 +294,7 @@ class WandbLogger(Logger):
             _check_id(self._wandb.run.id, self._run_id)
         self._run_id = self._wandb.run.id
 
-    def _init_options(self):
+    def _init_options(self) -> dict[str, Any]:
         wandb = import_wandb()
         options = dict(self._options)
         settings = options.get("settings") or {}
@@ -310,7 +311,7 @@ class WandbLogger(Logger):
             self._run_id = options["id"] = secrets.token_hex(4)
         return options
 
-    def _check_same_run(self, expected):
+    def _check_same_run(self, expected: Any) -> None:
         """Refuse a run of the user's that is not the one to continue."""
         given = self._options.get("id")
         if self._given_run is not None:
@@ -318,7 +319,7 @@ class WandbLogger(Logger):
         if given is not None:
             _check_id(given, expected)
 
-    def _check_watch(self):
+    def _check_watch(self) -> None:
         needs_gradients = self.watch in ("gradients", "all")
         if needs_gradients and not isinstance(self.trainer, KeepGradients):
             raise ValueError(
@@ -328,10 +329,10 @@ class WandbLogger(Logger):
                 "accumtrainer.callbacks.KeepGradients, or use 'weights'."
             )
 
-    def _last_saved(self):
+    def _last_saved(self) -> str | None:
         return self._checkpoints.last_saved if self._checkpoints else None
 
-    def _send_new_checkpoint(self):
+    def _send_new_checkpoint(self) -> None:
         """Send what was saved last, as soon as it has been written."""
         directory = self._last_saved()
         if directory is None or directory == self._uploaded:
@@ -342,14 +343,14 @@ class WandbLogger(Logger):
         self._send(self._wandb.log_checkpoint, directory, updates)
         self._background.hurry()  # it may be removed soon
 
-    def _send_plan_if_changed(self):
+    def _send_plan_if_changed(self) -> None:
         """Say what has been measured since the run was started."""
         plan = self.trainer.plan
         if plan != self._sent_plan:
             self._sent_plan = plan
             self._send(self._wandb.update_config, {"plan": str(plan)})
 
-    def _watch_if_due(self):
+    def _watch_if_due(self) -> None:
         if not self.trainer.is_due(self.watch_every, self._watched):
             return
         self._watched = self.trainer.progress
@@ -367,11 +368,11 @@ class WandbLogger(Logger):
             time.time(),
         )
 
-    def _send(self, function, *arguments):
+    def _send(self, function: Callable[..., Any], *arguments: Any) -> None:
         if not self._background.do(function, *arguments):
             self._warn_once(TOO_SLOW)
 
-    def _warn_of_failures(self, background=None):
+    def _warn_of_failures(self, background: Background | None = None) -> None:
         background = background or self._background
         if self._wandb.trouble is not None:
             self._warn_once(
@@ -386,7 +387,7 @@ class WandbLogger(Logger):
             reason = str(failure) or type(failure).__name__
             self._warn_once(REFUSED.format(reason=reason))
 
-    def _warn_once(self, message):
+    def _warn_once(self, message: str) -> None:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(message, RuntimeWarning, stacklevel=2)
@@ -399,18 +400,18 @@ class _Best:
         directions: dict from names to `"min"` or `"max"`, before guessing.
     """
 
-    def __init__(self, directions):
+    def __init__(self, directions: dict[str, str]):
         self._directions = directions
-        self.values = {}
+        self.values: dict[str, Any] = {}
 
-    def concerns(self, numbers):
+    def concerns(self, numbers: dict[str, Any]) -> bool:
         """Whether to look at a point.
 
         Those of training, which are no plain dicts, would have to be read.
         """
         return type(numbers) is dict or bool(self._directions)
 
-    def update(self, row):
+    def update(self, row: dict[str, Any]) -> dict[str, Any]:
         """Look at a point; return what is new, by name in the summary."""
         new = {}
         for name, value in row.items():
@@ -423,7 +424,7 @@ class _Best:
                     new[f"best_{name}_updates"] = row["updates"]
         return new
 
-    def _sign(self, name):
+    def _sign(self, name: str) -> int:
         """Return 1 if lower is better, -1 if higher is, 0 if unknown."""
         if name in self._directions:
             return 1 if self._directions[name] == "min" else -1
@@ -434,42 +435,50 @@ class _Best:
         return -1 if name.endswith(HIGHER_IS_BETTER) else 0
 
 
-def _counter(logger):
+def _counter(logger: Any) -> Callable[[], int | None]:
     """Make the function that `WandbRows` takes; it keeps nothing alive."""
     logger, trainer = weakref.ref(logger), weakref.ref(logger.trainer)
     thread = threading.get_ident()
 
-    def count_updates():
-        if trainer() is None:
+    def count_updates() -> int | None:
+        watched = trainer()
+        if watched is None:
             return None
         if threading.get_ident() != thread:
             # Only the thread that trains may ask the device.
-            return trainer().progress_at_most.updates
+            return watched.progress_at_most.updates
         if logger() is not None:
             logger().send_what_is_due()
-        return trainer().progress.updates
+        return watched.progress.updates
 
     return count_updates
 
 
-def _is_at_a_terminal():
+def _is_at_a_terminal() -> bool:
     return sys.stdin is not None and sys.stdin.isatty()
 
 
-def _finite(variable):
+def _finite(variable: Any) -> np.ndarray:
     """Copy the finite values of a variable."""
     values = np.array(keras.ops.convert_to_numpy(variable), dtype="float32")
     return values[np.isfinite(values)]
 
 
-def _check_id(received, expected):
+def _check_id(received: str, expected: str | None) -> None:
     if received != expected:
         raise ValueError(
             ANOTHER_RUN.format(received=received, expected=expected)
         )
 
 
-def _check_options(run, project, init_options, watch, watch_every, best):
+def _check_options(
+    run: Any,
+    project: Any,
+    init_options: Any,
+    watch: Any,
+    watch_every: Any,
+    best: Any,
+) -> None:
     if run is not None and (project is not None or init_options):
         given = ["project"] if project is not None else []
         raise ValueError(
@@ -495,7 +504,7 @@ def _check_options(run, project, init_options, watch, watch_every, best):
         )
 
 
-def _check_init_options(wandb, options):
+def _check_init_options(wandb: Any, options: dict[str, Any]) -> None:
     known = inspect.signature(wandb.init).parameters
     unknown = sorted(set(options) - set(known))
     if unknown:

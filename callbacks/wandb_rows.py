@@ -1,7 +1,8 @@
 """Which rows of a W&B run stand at which update."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 UPDATES = "updates"
 """The x-axis of every chart."""
@@ -13,7 +14,7 @@ SAME_EVERYWHERE = {"epoch", "learning_rate", "loss_scale", "skipped_updates"}
 """Names that do not tell one point at an update from another."""
 
 
-def import_wandb():
+def import_wandb() -> Any:
     """Import W&B where it is used.
 
     Raises:
@@ -50,18 +51,23 @@ class WandbRows:
         is_new: whether nobody can have logged to the run, and left a row open.
     """
 
-    def __init__(self, run, count_updates, *, is_new):
+    def __init__(
+        self, run: Any, count_updates: Callable[[], int | None], *, is_new: bool
+    ):
         self.count_updates = count_updates
         self._run = run
         self._write = run.log
         self._lock = threading.RLock()
-        self._open_at, self._open_names = None, set()
+        self._open_at: int | None = None
+        self._open_names: set[str] = set()
         self._last_step = -1
         self._may_be_open = not is_new and self._has_steps
         self._answer_instead_of(run.log, self.log)
 
     @classmethod
-    def of(cls, run, count_updates, *, is_new):
+    def of(
+        cls, run: Any, count_updates: Callable[[], int | None], *, is_new: bool
+    ) -> "WandbRows":
         """Take over the rows of a run, from another logger if there is one.
 
         Args:
@@ -75,11 +81,11 @@ class WandbRows:
             return rows
         return cls(run, count_updates, is_new=is_new)
 
-    def leave(self):
+    def leave(self) -> None:
         """Have the run's own `log` answer again."""
         self._answer_instead_of(self.log, self._write)
 
-    def add(self, row):
+    def add(self, row: dict[str, Any]) -> None:
         """Write a row of our own.
 
         Args:
@@ -92,7 +98,13 @@ class WandbRows:
             self._put(row, None, commit=True)
             self._note(set(), at=None)
 
-    def log(self, data, step=None, commit=None, **options):
+    def log(
+        self,
+        data: dict[str, Any],
+        step: int | None = None,
+        commit: bool | None = None,
+        **options: Any,
+    ) -> None:
         """Log as `wandb.Run.log` does, at the updates made so far."""
         if not isinstance(data, Mapping):
             self._write(data, step=step, commit=commit, **options)
@@ -112,7 +124,7 @@ class WandbRows:
             names = set() if commit else self._open_names | data.keys()
             self._note(names, at=updates)
 
-    def _free_step(self, step):
+    def _free_step(self, step: int | None) -> int | None:
         """Return the step to ask for, `None` for the one W&B is at."""
         if step is None or not self._has_steps:
             return step
@@ -123,34 +135,36 @@ class WandbRows:
             self._close()
         return None
 
-    def _close(self):
+    def _close(self) -> None:
         """Have W&B finish the row that is open, if one is."""
         if self._open_names:
             self._put({}, None, commit=True)
             self._note(set(), at=None)
 
-    def _put(self, row, step, **options):
+    def _put(
+        self, row: dict[str, Any], step: int | None, **options: Any
+    ) -> None:
         """Write to a step, `None` for the one W&B is at."""
         if step is None and self._may_be_open:
             step = self._next_step()
         self._may_be_open = False
         self._write(row, step=step, **options)
 
-    def _next_step(self):
+    def _next_step(self) -> int:
         """Return the least step of a row that is no older one's."""
         return self._run.step + self._may_be_open
 
     @property
-    def _has_steps(self):
+    def _has_steps(self) -> bool:
         """Whether W&B numbers the rows of the run itself."""
         is_shared = self._run.settings.mode == "shared"
         return not (self._run.disabled or is_shared)
 
-    def _note(self, names, at):
+    def _note(self, names: set[str], at: int | None) -> None:
         """Remember what is in the open row."""
         self._open_names, self._open_at = names, at
 
-    def _answer_instead_of(self, before, after):
+    def _answer_instead_of(self, before: Any, after: Any) -> None:
         wandb = import_wandb()
         if wandb.log == before:
             wandb.log = after

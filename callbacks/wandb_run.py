@@ -2,7 +2,9 @@
 
 import json
 import secrets
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from accumtrainer.callbacks.wandb_rows import (
     SAME_EVERYWHERE,
@@ -31,20 +33,25 @@ class WandbRun:
         trouble: why the run is kept on disk instead of sent, or `None`.
     """
 
-    def __init__(self, run, options, count_updates):
+    def __init__(
+        self, run: Any, options: Any, count_updates: Callable[[], int | None]
+    ):
         self.run = run
-        self.trouble = None
+        self.trouble: str | None = None
         self._is_ours = run is None
         self._options = options
         self._count_updates = count_updates
-        self._rows = None
-        self._theirs = set()
-        self._sent_before = {"updates": -1}
+        self._rows: Any = None  # until started
+        self._theirs: set[str] = set()
+        self._sent_before: dict[str, Any] = {"updates": -1}
         self._leaves_marks = False
-        self._marked = {"updates": -1}
-        self._marker, self._marker_bytes = None, 0
+        self._marked: dict[str, Any] = {"updates": -1}
+        self._marker: BinaryIO | None = None
+        self._marker_bytes = 0
 
-    def start(self, config, *, is_continued, is_resumed):
+    def start(
+        self, config: dict[str, Any], *, is_continued: bool, is_resumed: bool
+    ) -> None:
         """Start the run, and say in its config what is trained.
 
         Args:
@@ -69,7 +76,7 @@ class WandbRun:
         if is_resumed:
             self._sent_before = self._last_sent()
 
-    def update_config(self, config):
+    def update_config(self, config: dict[str, Any]) -> None:
         """Change the config, except for what the user wrote into it."""
         if self.run is None:
             return
@@ -79,15 +86,20 @@ class WandbRun:
         )
 
     @property
-    def folder(self):
+    def folder(self) -> Any:
         """Where W&B keeps the run on this machine."""
         return self._directory()
 
-    def log(self, updates, numbers, best, moment):
+    def log(
+        self,
+        updates: int,
+        numbers: dict[str, Any],
+        best: dict[str, Any],
+        moment: Any,
+    ) -> None:
         """Send a point, unless it was sent before a resume.
 
         Args:
-            updates: int.
             numbers: dict of numbers by name.
             best: dict for the summary.
             moment: when the point was made, as `time.time()` has it.
@@ -100,11 +112,12 @@ class WandbRun:
             self.run.summary.update(best)
         self._mark(row)
 
-    def log_histograms(self, updates, arrays, moment):
+    def log_histograms(
+        self, updates: int, arrays: dict[str, Any], moment: Any
+    ) -> None:
         """Send a histogram of each array.
 
         Args:
-            updates: int.
             arrays: dict of NumPy arrays by name, of finite values.
             moment: when they were read, as `time.time()` has it.
         """
@@ -114,13 +127,13 @@ class WandbRun:
         histograms = {k: wandb.Histogram(v) for k, v in arrays.items()}
         self._rows.add({"updates": updates, TIMESTAMP: moment} | histograms)
 
-    def log_directory(self, directory, updates):
+    def log_directory(self, directory: str, updates: int) -> None:
         """Send a directory as an artifact, a new version of the run's."""
         if self.run is None:
             return
         self._log_artifact(self._artifact(directory, updates), updates)
 
-    def log_checkpoint(self, directory, updates):
+    def log_checkpoint(self, directory: str, updates: int) -> None:
         """Send a directory likewise, unless it is removed before that."""
         if self.run is None:
             return
@@ -133,7 +146,7 @@ class WandbRun:
         if Path(directory).is_dir():  # or else a part may be missing
             self._log_artifact(artifact, updates)
 
-    def finish(self, exit_code):
+    def finish(self, exit_code: int | None) -> None:
         """End the run, if it was started here."""
         if self._marker is not None:
             self._marker.close()
@@ -143,7 +156,7 @@ class WandbRun:
                 self._rows.leave()
             self.run.finish(exit_code=exit_code)
 
-    def _artifact(self, directory, updates):
+    def _artifact(self, directory: str, updates: int) -> Any:
         artifact = import_wandb().Artifact(
             f"checkpoint-{self.run.id}",
             type="model",
@@ -152,10 +165,10 @@ class WandbRun:
         artifact.add_dir(str(directory))
         return artifact
 
-    def _log_artifact(self, artifact, updates):
+    def _log_artifact(self, artifact: Any, updates: int) -> None:
         self.run.log_artifact(artifact, aliases=["latest", f"u{updates}"])
 
-    def _init(self):
+    def _init(self) -> Any:
         wandb = import_wandb()
         active = wandb.run
         try:
@@ -169,17 +182,17 @@ class WandbRun:
         self._is_ours = run is not active
         return run
 
-    def _offline_options(self):
+    def _offline_options(self) -> dict[str, Any]:
         """Return options for a run on disk, in place of one that failed.
 
         W&B goes on to hold the ID of a run that could not be started.
         """
-        options = {"mode": "offline"}
+        options: dict[str, Any] = {"mode": "offline"}
         if "id" in self._options:
             options |= {"id": secrets.token_hex(4), "resume": None}
         return options
 
-    def _was_sent(self, row):
+    def _was_sent(self, row: dict[str, Any]) -> bool:
         """Say whether a point of a resumed run was sent by the first one.
 
         The run knows the last update of which something was sent. There may
@@ -193,16 +206,16 @@ class WandbRun:
         names = losses or set(row) - SAME_EVERYWHERE
         return all(row[name] == before.get(name) for name in names)
 
-    def _last_sent(self):
+    def _last_sent(self) -> dict[str, Any]:
         """Find out what was sent last: ask W&B, or offline look on disk."""
-        known = [{"updates": -1}, dict(self.run.summary)]
+        known: list[dict[str, Any]] = [{"updates": -1}, dict(self.run.summary)]
         if self.run.offline:
             runs = self._directory().parent
             markers = runs.glob(f"*run-*-{self.run.id}*/{MARKER}")
             known += [json.loads(marker.read_text()) for marker in markers]
         return max(known, key=lambda row: row.get("updates", -1))
 
-    def _mark(self, row):
+    def _mark(self, row: dict[str, Any]) -> None:
         """Leave word on disk of what was sent, as nobody else knows."""
         if not self._leaves_marks:
             return
@@ -218,5 +231,5 @@ class WandbRun:
         self._marker.seek(0)
         self._marker.write(text.ljust(self._marker_bytes))
 
-    def _directory(self):
+    def _directory(self) -> Path:
         return Path(self.run.settings.sync_dir)
