@@ -45,7 +45,7 @@ def limited(name, value, limit_name):
     if limit is None:
         return value
     is_within = value is not None and not (
-        isinstance(value, Integral) and value > limit
+        isinstance(value, Integral) and int(value) > limit
     )
     if is_within:
         return value
