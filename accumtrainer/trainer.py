@@ -44,7 +44,6 @@ from accumtrainer.training.construction import (
     compile_by_itself,
     compiles_itself,
     draw_seed,
-    make_compiled_loss,
     resolve_compile_arguments,
     resolve_loss_scale,
     resolve_optimizer,
@@ -59,10 +58,8 @@ from accumtrainer.training.other_trainers import (
 from accumtrainer.training.signals import Interruption
 from accumtrainer.training.validation import Validation
 from accumtrainer.window.hooks import (
+    HookContext,
     Hooks,
-    LogBook,
-    overrides_compute_loss,
-    takes_argument,
 )
 from accumtrainer.window.state import TrainingState
 
@@ -159,16 +156,12 @@ class Trainer(Hooks):
         check_memory(self.accumulation, backend, run_eagerly)
         for callback in flatten_callbacks(callbacks):
             check_callback(callback)
-        self._compiled_loss = make_compiled_loss(model, arguments)
+        self._context = HookContext.of(model, arguments, denominator)
         self._compile_model(arguments, is_new=_is_given(given, optimizer))
         self._callbacks = callbacks
-        self._denominator = denominator
         self.seed = draw_seed(backend) if seed is None else seed
-        self._model_computes_loss = overrides_compute_loss(model)
-        self._model_takes_training = takes_argument(model.call, "training")
         self._loop: FitLoop | None = None
-        self._log_book = LogBook()
-        self._tracked, self._tracked_metrics = [], []
+        self._tracked = []
         initial_scale = self.loss_scale.initial if self.loss_scale else 1.0
         self._state = TrainingState(seed=self.seed, loss_scale=initial_scale)
         self._engine = Engine(
@@ -186,14 +179,6 @@ class Trainer(Hooks):
     def rng(self) -> Any:
         """The `keras.random.SeedGenerator` of the training state."""
         return self._state.rng
-
-    @property
-    def has_metrics(self) -> bool:
-        """Whether the model has metrics of its own to update."""
-        overrides = type(self.model).compute_metrics is not (
-            keras.Model.compute_metrics
-        )
-        return self._has_compiled_metrics or overrides
 
     def track(self, thing: Any) -> Any:
         """Make a variable, layer, model or metric part of the training state.
@@ -218,7 +203,7 @@ class Trainer(Hooks):
         is_variable = isinstance(thing, keras.Variable)
         self._tracked.extend([thing] if is_variable else thing.variables)
         if isinstance(thing, keras.metrics.Metric):
-            self._tracked_metrics.extend(thing.variables)
+            self._context.tracked_metrics.extend(thing.variables)
         return thing
 
     @property
@@ -830,10 +815,6 @@ class Trainer(Hooks):
             )
         else:
             self.model.optimizer = self.optimizer
-        self._has_compiled_metrics = any(
-            arguments[name] is not None
-            for name in ("metrics", "weighted_metrics")
-        )
 
 
 def _is_given(arguments, optimizer):

@@ -7,6 +7,7 @@ said of it is found out by a trial, so that no remedy is named that is wrong.
 import warnings
 
 from accumtrainer import errors
+from accumtrainer.window.hooks import context_of
 
 
 def check_bare_losses(hooks, losses, find_trials, *, owner="Trainer"):
@@ -33,12 +34,13 @@ def check_bare_losses(hooks, losses, find_trials, *, owner="Trainer"):
         losses[i].origin: trials[i].verdict if trials else "unknown"
         for i in bare
     }
-    if hooks._denominator is not None:
+    stated = context_of(hooks).denominator
+    if stated is not None:
         for origin, verdict in verdicts.items():
             if verdict not in ("right", "unknown"):
                 warnings.warn(
                     errors.WRONG_DENOMINATOR.format(
-                        stated=_stated(hooks._denominator),
+                        stated=_stated(stated),
                         origin=origin,
                         shown=SHOWN[verdict],
                         remedy=_remedies({origin: verdict}, owner),

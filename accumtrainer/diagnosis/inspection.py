@@ -8,7 +8,7 @@ import numpy as np
 
 from accumtrainer.keras_api import flatten_layers, ops, tree
 from accumtrainer.steps import make_backend
-from accumtrainer.window.hooks import Info
+from accumtrainer.window.hooks import Info, collect_logs
 from accumtrainer.window.objective import (
     Objective,
     metric_variables,
@@ -223,12 +223,11 @@ class Replay:
 
     def _micro_batch(self, batch, position, info, operations):
         """Run one micro-batch and list its findings."""
-        hooks, book = self._hooks, self._hooks._log_book
+        hooks = self._hooks
         found = _in_batch(batch, position, "")
         self._state.seat_rng(info.index)
-        book.open()
-        batch = hooks.on_micro_batch(batch, info)
-        book.take()
+        with collect_logs(hooks):
+            batch = hooks.on_micro_batch(batch, info)
         if hooks.overrides("on_micro_batch") and not found:
             found += _in_batch(batch, position, " after on_micro_batch")
         sketches = []
@@ -239,10 +238,8 @@ class Replay:
             sketches.append(_sketch(what, "layer", tensor))
 
         def objective():
-            book.open()
-            with recording(operations, sketch):
+            with collect_logs(hooks), recording(operations, sketch):
                 measured = self._objective.measure(batch, info)
-            book.take()
             total = total_loss(
                 measured.means(), measured.losses, measured.regularization
             )
@@ -278,9 +275,8 @@ class Replay:
                 loss=summary["loss"] / info.loss_scale,
                 weight=summary["weight"],
             )
-            book.open()
-            gradients = hooks.on_accumulate(gradients, info)
-            book.take()
+            with collect_logs(hooks):
+                gradients = hooks.on_accumulate(gradients, info)
             found += self._in_gradients(
                 gradients, position, " after on_accumulate"
             )

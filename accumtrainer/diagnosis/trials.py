@@ -29,6 +29,7 @@ from accumtrainer.diagnosis.verdicts import (
 )
 from accumtrainer.keras_api import flatten_layers, ops, tree
 from accumtrainer.steps import make_backend, should_compile_evaluation
+from accumtrainer.window.hooks import collect_logs
 from accumtrainer.window.objective import is_random_state, metric_variables
 from accumtrainer.window.passes import Passes
 from accumtrainer.window.replicas import Share
@@ -322,9 +323,8 @@ class _Runner:
     def _change(self, batch):
         with Scratch(self._variables):
             info = self._prepare()
-            self._hooks._log_book.open()
-            batch = self._hooks.on_micro_batch(batch, info)
-            self._hooks._log_book.take()
+            with collect_logs(self._hooks):
+                batch = self._hooks.on_micro_batch(batch, info)
         return batch
 
     def _run(self, batch, otherness):
@@ -343,13 +343,12 @@ class _Runner:
             info = self._prepare()
             random = [v for v in self._variables if is_random_state(v)]
             before = [v.value for v in random]
-            hooks._log_book.open()
             with (
+                collect_logs(hooks),
                 recording(self._operations, observe),
                 self._passes.layers_in_window(info.index),
             ):
                 measured = self._passes.objective.measure(batch, info)
-            hooks._log_book.take()
             draws = any(
                 v.value is not value
                 for v, value in zip(random, before, strict=True)

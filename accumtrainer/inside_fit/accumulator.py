@@ -52,12 +52,9 @@ from accumtrainer.training.construction import (
 from accumtrainer.training.counting import Counting
 from accumtrainer.training.other_trainers import WITHIN_FIT, refuse_arguments
 from accumtrainer.window.hooks import (
+    HookContext,
     Hooks,
-    LogBook,
-    overrides_compute_loss,
-    takes_argument,
 )
-from accumtrainer.window.losses import CompiledLoss
 from accumtrainer.window.program import WindowProgram
 from accumtrainer.window.state import Scratch, TrainingState
 from accumtrainer.window.trainable import Trainable, warn_of_nothing_to_train
@@ -110,7 +107,9 @@ class FitAccumulator(Hooks):
         self.optimizer, carried = resolve_optimizer(model, None)
         self.loss_scale = resolve_loss_scale(model, loss_scale, carried)
         self._carries_scale = loss_scale == "auto" and carried is not None
-        self._set_up_hooks(denominator)
+        self._context = HookContext.of(
+            model, compiled_arguments(model), denominator
+        )
         initial_scale = self.loss_scale.initial if self.loss_scale else 1.0
         self._state = TrainingState(seed=0, loss_scale=initial_scale)
         self._fit_state = make_fit_state(self._backend, model)
@@ -125,27 +124,6 @@ class FitAccumulator(Hooks):
         self._counting = Counting(self._read_counters, max_consecutive_skips)
         self._is_running = False
         self._scaled_by = None
-
-    def _set_up_hooks(self, denominator):
-        arguments = compiled_arguments(self.model)
-        self._model_computes_loss = overrides_compute_loss(self.model)
-        self._model_takes_training = takes_argument(self.model.call, "training")
-        self._compiled_loss = None
-        if arguments["loss"] is not None and not self._model_computes_loss:
-            self._compiled_loss = CompiledLoss(
-                arguments["loss"],
-                arguments["loss_weights"],
-                getattr(self.model, "output_names", None),
-            )
-        has_own = type(self.model).compute_metrics is not (
-            keras.Model.compute_metrics
-        )
-        names = ("metrics", "weighted_metrics")
-        self.has_metrics = has_own or any(
-            arguments[name] is not None for name in names
-        )
-        self._denominator = denominator
-        self._log_book = LogBook()
 
     # What a callback calls, in this order.
 
@@ -409,7 +387,7 @@ class FitAccumulator(Hooks):
 
         with Scratch([]):
             self._backend.trace(call, batch)
-        if self._compiled_loss is not None:
+        if self._context.compiled_loss is not None:
             # Regularizers read variables, which a scope must know for that.
             with Scratch(self.model.variables):
                 self._backend.trace(compute_loss, batch)

@@ -23,9 +23,8 @@ from accumtrainer.keras_api import (
     refuse_other_keras,
     tree,
 )
-from accumtrainer.window.hooks import overrides, overrides_compute_loss
+from accumtrainer.window.hooks import overrides
 from accumtrainer.window.loss_scale import computes_in_float16
-from accumtrainer.window.losses import CompiledLoss
 
 
 def check_model(model):
@@ -252,26 +251,6 @@ def check_loss(arguments):
             get = keras.losses.get
             example = "'sparse_categorical_crossentropy'"
             check_loss_support(_get(get, "loss", leaf, example))
-
-
-def make_compiled_loss(model, arguments):
-    """Make the loss of `Model.compile`, if it decides.
-
-    Args:
-        model: `keras.Model`.
-        arguments: dict of arguments of `Model.compile`.
-
-    Returns:
-        `CompiledLoss`; `None` where there is none, or the model computes its
-        loss itself.
-    """
-    if arguments["loss"] is None or overrides_compute_loss(model):
-        return None
-    return CompiledLoss(
-        arguments["loss"],
-        arguments["loss_weights"],
-        getattr(model, "output_names", None),
-    )
 
 
 def draw_seed(backend):

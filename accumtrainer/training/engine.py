@@ -27,6 +27,7 @@ from accumtrainer.training.evaluator import Evaluator
 from accumtrainer.training.in_flight import InFlight
 from accumtrainer.training.input_checks import compile_option, has_own_loss
 from accumtrainer.training.sizing import make_sizing
+from accumtrainer.window.hooks import context_of
 from accumtrainer.window.objective import metric_variables, names_of
 from accumtrainer.window.program import WindowProgram
 from accumtrainer.window.trainable import Trainable, warn_of_nothing_to_train
@@ -206,7 +207,7 @@ class Engine:
         losses = self._program.losses
         if any(known is losses for known in self._checked_losses):
             return
-        is_stated = self._hooks._denominator is not None
+        is_stated = context_of(self._hooks).denominator is not None
         if is_stated and not warns:
             return
 

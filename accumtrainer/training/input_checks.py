@@ -13,6 +13,7 @@ from accumtrainer.data.batches import (
     named_arrays,
 )
 from accumtrainer.keras_api import BACKEND, flatten_layers, keras, tree
+from accumtrainer.window.hooks import context_of
 from accumtrainer.window.losses import find_loss
 
 
@@ -64,7 +65,9 @@ def has_own_loss(hooks):
     Args:
         hooks: `Hooks`, the Trainer.
     """
-    return hooks._compiled_loss is None or hooks.overrides("compute_loss")
+    return context_of(hooks).compiled_loss is None or hooks.overrides(
+        "compute_loss"
+    )
 
 
 def compile_option(batch, jit_compile, *, has_own_loss):

@@ -3,7 +3,7 @@
 import numpy as np
 
 from accumtrainer.keras_api import ops
-from accumtrainer.window.hooks import Info
+from accumtrainer.window.hooks import Info, collect_logs, context_of
 from accumtrainer.window.objective import (
     Objective,
     idle_metrics,
@@ -53,18 +53,17 @@ class EvaluationProgram:
         self._objective.expected = self.losses
 
     def _look_at(self, batch):
-        book = self._hooks._log_book
-        training_reductions, book.reductions = book.reductions, {}
-        with Scratch(self._known_variables()) as scope:
+        book = context_of(self._hooks).log_book
+        known = self._known_variables()
+        with book.surveying() as reductions, Scratch(known) as scope:
             self._backend.trace(self._survey, batch)
             idle = idle_metrics(self._model, scope)
         self._borrowed += scope.strangers_read.values()
         tally = Tally(
             losses=len(self.losses),
-            reductions=book.reductions,
+            reductions=reductions,
             name="evaluation",
         )
-        book.reductions = training_reductions | book.reductions
         return tally, self.losses, idle
 
     def build_model(self, batch):
@@ -75,9 +74,8 @@ class EvaluationProgram:
             self._backend.trace(self._hooks.predict_step, batch)
 
     def _survey(self, batch):
-        self._hooks._log_book.open()
-        measured = self._objective.measure(batch, self._info())
-        self._hooks._log_book.take()
+        with collect_logs(self._hooks):
+            measured = self._objective.measure(batch, self._info())
         self.losses = measured.losses
         return total_loss(
             measured.means(), measured.losses, measured.regularization
@@ -117,10 +115,9 @@ class EvaluationProgram:
         Returns:
             Scalar tensor, float32, the batch's own loss.
         """
-        self._hooks._log_book.open()
-        measured = self._objective.measure(batch, self._info())
+        with collect_logs(self._hooks) as logs:
+            measured = self._objective.measure(batch, self._info())
         self._objective.check(measured.losses)
-        logs = self._hooks._log_book.take()
         means = measured.means()
         is_sum = np.array([loss.is_sum for loss in measured.losses])
         samples = measured.samples

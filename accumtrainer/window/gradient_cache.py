@@ -22,6 +22,7 @@ gets its gradient when the loss is differentiated.
 """
 
 from accumtrainer.keras_api import is_overwritten, keras, ops, tree
+from accumtrainer.window.hooks import collect_logs
 from accumtrainer.window.losses import WeightedLoss
 
 
@@ -65,9 +66,8 @@ class GradientCache:
             Pair: nest of tensors `[m, ...]`, float32, and the `Batch` without
             its inputs.
         """
-        self._hooks._log_book.open()
-        embeddings = self._hooks.float_embeddings(batch, info)
-        self._hooks._log_book.take()
+        with collect_logs(self._hooks):
+            embeddings = self._hooks.float_embeddings(batch, info)
         return embeddings, batch._replace(x=None)
 
     def differentiate(self, embeddings, batch, info):
@@ -84,15 +84,14 @@ class GradientCache:
             variables, `None` where the loss itself does not use one; and what
             was logged.
         """
-        book = self._hooks._log_book
         scale = self._state.loss_scale.value
 
         def objective(*leaves):
-            book.open()
             nest = tree.pack_sequence_as(embeddings, list(leaves))
-            loss = self._hooks.window_loss(nest, batch, info)
+            with collect_logs(self._hooks) as logs:
+                loss = self._hooks.window_loss(nest, batch, info)
             loss = ops.cast(loss, "float32")
-            return loss * scale, (loss, book.take())
+            return loss * scale, (loss, logs)
 
         variables = self._hooks.model.trainable_variables
         leaves = tree.flatten(embeddings)

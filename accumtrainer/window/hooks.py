@@ -4,15 +4,22 @@ Hooks are traced into the compiled step. They take tensors and return tensors;
 what they do on the host happens once, while the step is traced.
 """
 
+import contextlib
 import inspect
 import itertools
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import call_predict_step, keras, ops, tree
-from accumtrainer.window.losses import BareLoss, WeightedLoss, count_samples
+from accumtrainer.window.losses import (
+    BareLoss,
+    CompiledLoss,
+    WeightedLoss,
+    count_samples,
+)
 
 HOOK_NAMES = (
     "on_micro_batch",
@@ -63,22 +70,35 @@ class Info:
 
 
 class LogBook:
-    """Collects what hooks log while they are traced."""
+    """Collects what hooks log while they are traced.
 
-    def __init__(self):
-        self._entries = None
-        self.reductions = {}
+    Attributes:
+        reductions: dict from what has been logged to how it is reduced.
+    """
 
-    def open(self):
-        """Start collecting, forgetting what an aborted trace left."""
-        self._entries = {}
+    def __init__(self) -> None:
+        self._entries: dict[str, tuple] | None = None
+        self.reductions: dict[str, str] = {}
 
-    def take(self):
-        """Return what was collected as `{name: (value, weight)}` and stop."""
-        entries, self._entries = self._entries, None
-        return entries
+    @contextlib.contextmanager
+    def open(self) -> Iterator[dict[str, tuple]]:
+        """Collect what is logged inside, `{name: (value, weight)}`."""
+        before, self._entries = self._entries, {}
+        try:
+            yield self._entries
+        finally:
+            self._entries = before
 
-    def record(self, name, value, weight, reduce):
+    @contextlib.contextmanager
+    def surveying(self) -> Iterator[dict[str, str]]:
+        """Note what is logged inside the block, and how it is reduced."""
+        before, self.reductions = self.reductions, {}
+        try:
+            yield self.reductions
+        finally:
+            self.reductions = before | self.reductions
+
+    def record(self, name: str, value: Any, weight: Any, reduce: str) -> None:
         """Note one scalar; see `Hooks.log`."""
         if self._entries is None:
             raise RuntimeError(errors.LOG_OUTSIDE_HOOK.format(name=name))
@@ -102,6 +122,60 @@ class LogBook:
         self._entries[name] = (value, weight)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HookContext:
+    """What the default hooks go by, settled when their host is made.
+
+    Args:
+        compiled_loss: the loss of `Model.compile`; `None` where there is none,
+            or the model computes its loss itself.
+        denominator: what a bare scalar loss was averaged over: `"samples"`, a
+            function of a `Batch`, or `None` for unknown.
+        has_metrics: whether the model has metrics of its own to update.
+        model_computes_loss: whether it has a `compute_loss` of its own.
+        model_takes_training: whether its `call` is told of training.
+        log_book: collects what hooks log.
+        tracked_metrics: variables of metrics that are tracked beside the
+            model's, filled until training begins.
+    """
+
+    compiled_loss: CompiledLoss | None
+    denominator: Literal["samples"] | Callable[[Batch], Any] | None
+    has_metrics: bool
+    model_computes_loss: bool
+    model_takes_training: bool
+    log_book: LogBook = field(default_factory=LogBook)
+    tracked_metrics: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, model: Any, arguments: dict[str, Any], denominator: Any
+    ) -> "HookContext":
+        """Look at a model, and at the arguments of `Model.compile`."""
+        computes_loss = overrides_compute_loss(model)
+        compiled_loss = None
+        if arguments["loss"] is not None and not computes_loss:
+            compiled_loss = CompiledLoss(
+                arguments["loss"],
+                arguments["loss_weights"],
+                getattr(model, "output_names", None),
+            )
+        has_metrics = any(
+            arguments[name] is not None
+            for name in ("metrics", "weighted_metrics")
+        )
+        updates_metrics = type(model).compute_metrics is not (
+            keras.Model.compute_metrics
+        )
+        return cls(
+            compiled_loss=compiled_loss,
+            denominator=denominator,
+            has_metrics=has_metrics or updates_metrics,
+            model_computes_loss=computes_loss,
+            model_takes_training=takes_argument(model.call, "training"),
+        )
+
+
 class Hooks:
     """What a Trainer does to a window, each part open to a subclass."""
 
@@ -109,13 +183,8 @@ class Hooks:
     optimizer: Any
     accumulation: Any
     rng: Any
-    _compiled_loss: Any
-    _denominator: Any
-    _log_book: LogBook
-    _model_computes_loss: bool
-    _model_takes_training: bool
-    _tracked_metrics: Any = ()
     has_window_loss = False
+    _context: HookContext  # a name that a subclass would not take
 
     def on_micro_batch(self, batch: Batch, info: Info) -> Batch:
         """Change a micro-batch before the forward pass, in training only.
@@ -144,11 +213,11 @@ class Hooks:
             Losses of several outputs that share a name are numbered in it.
         """
         outputs = self._call_model(batch.x, training=info.training)
-        if self._model_computes_loss:
+        if self._context.model_computes_loss:
             return self._model_loss(batch, outputs, info)
-        parts = []
-        if self._compiled_loss is not None:
-            parts = self._compiled_loss(batch.y, outputs, batch.sample_weight)
+        parts, compiled_loss = [], self._context.compiled_loss
+        if compiled_loss is not None:
+            parts = compiled_loss(batch.y, outputs, batch.sample_weight)
         if not parts:
             samples = count_samples(batch.x)
             return WeightedLoss(
@@ -236,21 +305,25 @@ class Hooks:
         Raises:
             RuntimeError: called outside a hook.
         """
-        self._log_book.record(name, value, weight, reduce)
+        self._context.log_book.record(name, value, weight, reduce)
 
     @property
-    def variables_of_loss(self):
+    def has_metrics(self) -> bool:
+        """Whether the model has metrics of its own to update."""
+        return self._context.has_metrics
+
+    @property
+    def variables_of_loss(self) -> list[Any]:
         """Variables of the compiled loss, which mean nothing to training."""
-        if self._compiled_loss is None:
-            return []
-        return self._compiled_loss.variables
+        compiled_loss = self._context.compiled_loss
+        return [] if compiled_loss is None else compiled_loss.variables
 
     def overrides(self, name: str) -> bool:
         """Whether a subclass has its own version of a hook."""
         return getattr(type(self), name) is not getattr(Hooks, name)
 
     def _call_model(self, x, *, training):
-        if self._model_takes_training:
+        if self._context.model_takes_training:
             return self.model(x, training=training)
         return self.model(x)
 
@@ -277,11 +350,31 @@ class Hooks:
         if isinstance(loss, WeightedLoss):
             return loss
         value, origin = loss
-        if callable(self._denominator):
-            weight = ops.cast(self._denominator(batch), "float32")
+        denominator = self._context.denominator
+        if callable(denominator):
+            weight = ops.cast(denominator(batch), "float32")
             return WeightedLoss(value, weight, origin=origin)
         samples = count_samples(batch.x)
         return WeightedLoss(value, samples, is_uniform=True, origin=origin)
+
+
+def context_of(hooks: Hooks) -> HookContext:
+    """Return what the default hooks of a Trainer go by."""
+    return hooks._context
+
+
+def collect_logs(
+    hooks: Hooks,
+) -> contextlib.AbstractContextManager[dict[str, tuple]]:
+    """Collect what hooks log inside a block, `{name: (value, weight)}`.
+
+    Example:
+        ```
+        with collect_logs(hooks) as logs:
+            hooks.after_apply(info)
+        ```
+    """
+    return hooks._context.log_book.open()
 
 
 def _unused(name, names):

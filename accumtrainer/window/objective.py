@@ -11,6 +11,7 @@ from accumtrainer.keras_api import (
     ops,
     read_metrics,
 )
+from accumtrainer.window.hooks import context_of
 from accumtrainer.window.losses import WeightedLoss, added_losses, count_samples
 
 
@@ -60,11 +61,10 @@ class Objective:
         self.expected = None
         self._hooks = hooks
         model = hooks.model
-        self._adds_losses = hooks.overrides("compute_loss") or not (
-            hooks._model_computes_loss
-        )
-        self._lacks_a_loss = hooks._compiled_loss is None and not (
-            hooks.overrides("compute_loss") or hooks._model_computes_loss
+        context, overrides = context_of(hooks), hooks.overrides("compute_loss")
+        self._adds_losses = overrides or not context.model_computes_loss
+        self._lacks_a_loss = context.compiled_loss is None and not (
+            overrides or context.model_computes_loss
         )
         self._has_metrics = hooks.has_metrics
         self._model = model

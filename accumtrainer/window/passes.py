@@ -15,7 +15,7 @@ from accumtrainer.keras_api import flatten_layers, is_overwritten, ops, tree
 from accumtrainer.layers import WindowLayer
 from accumtrainer.window.clipping import global_norm
 from accumtrainer.window.gradient_cache import GradientCache
-from accumtrainer.window.hooks import HOOK_NAMES, Info
+from accumtrainer.window.hooks import HOOK_NAMES, Info, collect_logs
 from accumtrainer.window.loss_scale import computes_in_float16
 from accumtrainer.window.objective import (
     Objective,
@@ -226,10 +226,8 @@ class Passes:
         micro_batches = ops.cast(share.micro_batches, "int32")
         share = share._replace(micro_batches=micro_batches)
         info = self.info(index, share)
-        book = self._hooks._log_book
-        book.open()
-        batch = self._prepare(batch, index, share, info)
-        before = book.take()
+        with collect_logs(self._hooks) as logs_before:
+            batch = self._prepare(batch, index, share, info)
 
         compute_loss = None
         if ahead is not None:
@@ -239,8 +237,8 @@ class Passes:
                 return self._cache.replay(batch, info, cotangents, loss)
 
         def objective():
-            book.open()
-            measured = self.objective.measure(batch, info, compute_loss)
+            with collect_logs(self._hooks) as logs:
+                measured = self.objective.measure(batch, info, compute_loss)
             self.objective.check(measured.losses)
             factors = loss_factors(
                 measured.losses,
@@ -255,7 +253,7 @@ class Passes:
             total = total_loss(scaled, measured.losses, measured.regularization)
             if self._loss_scale is not None:
                 total = total * self._state.loss_scale.value
-            summary = _summary(measured, share.weighing, book.take())
+            summary = _summary(measured, share.weighing, logs)
             # A denominator may depend on the weights, as a count of what is
             # predicted does, and is a constant nevertheless.
             weight = ops.stop_gradient(summary["gradient_weight"])
@@ -270,15 +268,15 @@ class Passes:
                 keeps_rows=self.weighs_losses,
             )
         info = replace(info, loss=summary["loss"], weight=summary["weight"])
-        book.open()
         weight = summary["gradient_weight"]
-        gradients, norm = self._weigh(gradients, weight, share, info)
+        with collect_logs(self._hooks) as logs:
+            gradients, norm = self._weigh(gradients, weight, share, info)
         tally.add(
             summary["numerators"],
             summary["denominators"],
             [summary["regularization"], weight, summary["samples"]],
         )
-        tally.add_logs(before | summary["logs"] | book.take())
+        tally.add_logs(logs_before | summary["logs"] | logs)
         is_part = share.split is not None
         return self._numbers(summary, norm, is_part=is_part), gradients
 
@@ -366,19 +364,18 @@ class Passes:
         Returns:
             Tensor `(losses,)`, float32.
         """
-        book = self._hooks._log_book
         with Scratch(self.variables):
-            book.open()
             info = self.info(index, share)
-            batch = self._prepare(batch, index, share, info)
-            book.open()
-            judging = replace(info, training=False)
-            measured = self.objective.measure(batch, judging)
+            with collect_logs(self._hooks):
+                batch = self._prepare(batch, index, share, info)
+            with collect_logs(self._hooks):
+                judging = replace(info, training=False)
+                measured = self.objective.measure(batch, judging)
             if not self.objective.expects_as_many(measured.losses):
                 # Layers may add a loss in training only.
-                measured = self.objective.measure(batch, info)
+                with collect_logs(self._hooks):
+                    measured = self.objective.measure(batch, info)
                 self.objective.check(measured.losses)
-            book.take()
         return measured.denominators()
 
     # Looking ahead, for a loss that couples the examples of a window.
@@ -402,8 +399,8 @@ class Passes:
             without its inputs, as `on_micro_batch` has left it.
         """
         info = self.info(index, share)
-        self._hooks._log_book.open()
-        batch = self._prepare(batch, index, share, info)
+        with collect_logs(self._hooks):
+            batch = self._prepare(batch, index, share, info)
         with self.layers_in_window(index):
             return self._cache.embed(batch, info)
 

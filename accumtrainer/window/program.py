@@ -34,6 +34,7 @@ from accumtrainer.window.gradient_cache import (
     split,
     split_rows,
 )
+from accumtrainer.window.hooks import context_of
 from accumtrainer.window.passes import Passes, join_uses, length, uses
 from accumtrainer.window.replicas import Share
 from accumtrainer.window.shared_window import SharedWindow, share_of
@@ -91,7 +92,7 @@ class WindowProgram:
         """
         hooks, state, backend = self._hooks, self._state, self._backend
         passes = self._passes
-        hooks._log_book.reductions.clear()
+        context_of(hooks).log_book.reductions.clear()
         survey = Survey(hooks, passes, backend, batch)
         self.operations = survey.operations
         self.losses = passes.objective.expected = survey.losses

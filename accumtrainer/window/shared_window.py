@@ -1,6 +1,7 @@
 """A window that several replicas run: each its share, and one sum of all."""
 
 from accumtrainer.keras_api import ops
+from accumtrainer.window.hooks import context_of
 from accumtrainer.window.objective import metric_variables
 from accumtrainer.window.passes import join_uses, length
 from accumtrainer.window.replicas import Merger, Share, in_row
@@ -164,7 +165,7 @@ def share_of(shares, replicas):
 
 def _merging_rules(hooks, state, passes, window_variables):
     """Say how what replicas do to variables is put together."""
-    tracked = {id(variable) for variable in hooks._tracked_metrics}
+    tracked = {id(variable) for variable in context_of(hooks).tracked_metrics}
     others = [*window_variables.moved, state.rng.state]
     windowed = {
         id(weight)

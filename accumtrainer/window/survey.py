@@ -7,7 +7,12 @@ import optree
 
 from accumtrainer import errors
 from accumtrainer.keras_api import ops
-from accumtrainer.window.hooks import check_batch, check_gradients
+from accumtrainer.window.hooks import (
+    check_batch,
+    check_gradients,
+    collect_logs,
+    context_of,
+)
 from accumtrainer.window.objective import (
     idle_metrics,
     is_random_state,
@@ -49,10 +54,13 @@ class Survey:
         self._hooks = hooks
         self._passes = passes
         model = hooks.model
-        book = hooks._log_book
-        logged_before, book.reductions = book.reductions, {}
-        with Scratch(passes.variables) as scope:
-            self.operations = backend.trace(self._run, batch)
+        book = context_of(hooks).log_book
+        with (
+            book.surveying() as self.reductions,
+            Scratch(passes.variables) as scope,
+        ):
+            with collect_logs(hooks):
+                self.operations = backend.trace(self._run, batch)
             self.idle_metrics = idle_metrics(model, scope)
             names = ["loss", *(loss.name for loss in self.losses)]
             of_losses = {
@@ -72,8 +80,6 @@ class Survey:
                 *filter(scope.has_written, others),
                 *(v for v in metric_variables(model) if id(v) not in of_losses),
             ]
-        self.reductions = book.reductions
-        book.reductions = logged_before | self.reductions
         self._scope = scope
 
     @property
@@ -83,9 +89,8 @@ class Survey:
         return tuple(losses), tuple(self.reductions.items())
 
     def _run(self, batch):
-        hooks, passes, book = self._hooks, self._passes, self._hooks._log_book
+        hooks, passes = self._hooks, self._passes
         model = hooks.model
-        book.open()
         movable = [*model.non_trainable_variables, *passes.tracked]
         before = [variable.value for variable in movable]
         info, changed, measured = _measure(hooks, passes, batch)
@@ -107,7 +112,6 @@ class Survey:
         gradients = hooks.on_apply(zeros, info)
         check_gradients("on_apply", zeros, gradients)
         hooks.after_apply(info)
-        book.take()
         passes.learn_embeddings(changed)
         return total_loss(
             measured.means(), self.losses, measured.regularization

@@ -9,7 +9,7 @@ from accumtrainer.window.clipping import (
     factor_to_clip,
     finite_norm,
 )
-from accumtrainer.window.hooks import Info
+from accumtrainer.window.hooks import Info, collect_logs
 from accumtrainer.window.loss_scale import next_scale
 from accumtrainer.window.objective import (
     metric_variables,
@@ -88,12 +88,13 @@ class Update:
         if divisor is not None:
             norm = ops.divide_no_nan(norm, divisor)
             is_finite = ops.logical_and(is_finite, ops.isfinite(divisor))
-        hooks._log_book.open()
         gradients, norm_to_clip = None, norm
         if self._clips:
             gradients = _divide(sums, divisor)
         if hooks.overrides("on_apply"):
-            gradients = passes.changed_by(hooks.on_apply, gradients, info)
+            with collect_logs(hooks) as logs:
+                gradients = passes.changed_by(hooks.on_apply, gradients, info)
+            self._variables.window.add_logs(logs)
             norm_to_clip, is_changed_finite = finite_norm(
                 passes.ordinary(gradients), self._backend
             )
@@ -104,7 +105,6 @@ class Update:
         factor = factor_to_clip(norm_to_clip, self._optimizer)
         if factor is not None:
             gradients = passes.times(factor, gradients)
-        self._variables.window.add_logs(hooks._log_book.take())
         # Copies, because both may be variables that are about to move.
         lr = ops.copy(ops.cast(self._optimizer.learning_rate, "float32"))
         scale = ops.copy(state.loss_scale.value)
@@ -189,9 +189,9 @@ class Update:
         )
         for layer in self._passes.window_layers:
             layer.after_apply()
-        self._hooks._log_book.open()
-        self._hooks.after_apply(replace(info, update=state.updates.value))
-        self._variables.window.add_logs(self._hooks._log_book.take())
+        with collect_logs(self._hooks) as logs:
+            self._hooks.after_apply(replace(info, update=state.updates.value))
+        self._variables.window.add_logs(logs)
         count = ops.cast(info.micro_batches, "float32")
         self._add_to_epoch(means, denominators, extras, count)
 

@@ -421,3 +421,33 @@ def test_layer_may_add_a_loss_in_training_only_beside_several_outputs():
         model.get_weights(), reference.get_weights(), strict=True
     ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_hook_may_log_beside_a_layer_that_adds_a_loss_in_training_only():
+    class LoggingTrainer(Trainer):
+        def compute_loss(self, batch, info):
+            self.log("largest", ops.max(batch.x), reduce="max")
+            return super().compute_loss(batch, info)
+
+    x = keras.Input([3])
+    hidden = AddsLossInTraining()(x)
+    model = keras.Model(x, [layers.Dense(1)(hidden) for _ in range(2)])
+    losses = [
+        keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+        for _ in range(2)
+    ]
+    trainer = LoggingTrainer(
+        model,
+        optimizer="sgd",
+        loss=losses,
+        denominator="samples",
+        accumulation=TWO,
+        **QUICKEST,
+    )
+    logs = trainer.train_on_batch(
+        X[:7],
+        [Y[:7], -Y[:7]],
+        sample_weight=[np.arange(1.0, 8.0), np.arange(8.0, 1.0, -1.0)],
+        return_dict=True,
+    )
+    assert logs["largest"] == X[:7].max()
