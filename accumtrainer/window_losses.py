@@ -67,7 +67,7 @@ def batch_all_triplet_loss(
     embeddings: Tensor,
     labels: Tensor,
     *,
-    margin: float = 0.2,
+    margin: float | Literal["soft"] = 0.2,
     squared: bool = False,
 ) -> Tensor:
     """Compare every friend of each example with every stranger.

@@ -5,19 +5,28 @@ said of it is found out by a trial, so that no remedy is named that is wrong.
 """
 
 import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from accumtrainer import errors
-from accumtrainer.window.hooks import context_of
+from accumtrainer.diagnosis.verdicts import LossTrial
+from accumtrainer.window.hooks import Hooks, context_of
+from accumtrainer.window.losses import WeightedLoss
 
 
-def check_bare_losses(hooks, losses, find_trials, *, owner="Trainer"):
+def check_bare_losses(
+    hooks: Hooks,
+    losses: list[WeightedLoss],
+    find_trials: Callable[[], list[LossTrial]],
+    *,
+    owner: str = "Trainer",
+) -> None:
     """Refuse bare scalars where micro-batches must be weighed.
 
     Where the user has stated what they were averaged over, a trial that shows
     otherwise is a warning.
 
     Args:
-        hooks: `Hooks`, usually the Trainer.
         losses: list of `WeightedLoss`, of which only the kind counts.
         find_trials: function that returns a list of `LossTrial`, one per loss,
             or an empty one where nobody can tell.
@@ -57,13 +66,13 @@ def check_bare_losses(hooks, losses, find_trials, *, owner="Trainer"):
     )
 
 
-def _stated(denominator):
+def _stated(denominator: Any) -> str:
     if isinstance(denominator, str):
         return f"denominator={denominator!r}"
     return f"denominator={getattr(denominator, '__name__', denominator)}"
 
 
-def _shown(verdicts):
+def _shown(verdicts: Mapping[str, str]) -> str:
     """Say in a sentence what a trial has shown, "" if that is nothing."""
     is_one = len(verdicts) == 1
     shown = [
@@ -119,15 +128,12 @@ SUMS = {
 """What to do about a sum, by how its origin begins."""
 
 
-def _remedies(verdicts, owner):
+def _remedies(verdicts: Mapping[str, str], owner: str) -> str:
     """Write in a sentence what to do about bare scalars.
 
     Args:
         verdicts: dict from origins to verdicts.
-        owner: str, what users give arguments to.
-
-    Returns:
-        str.
+        owner: what users give arguments to.
     """
     remedies = []
     kinds = set(verdicts.values())

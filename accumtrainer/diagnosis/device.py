@@ -1,8 +1,10 @@
 """What can be learnt about the device while training runs."""
 
 import contextlib
+import os
 import re
 import sys
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -16,7 +18,7 @@ def peak_memory_bytes() -> int | None:
     that of this process, data and everything else included.
 
     Returns:
-        int, bytes; `None` where nobody says it.
+        Bytes; `None` where nobody says it.
 
     Example:
         >>> peak_memory_bytes() > 1_000_000
@@ -41,7 +43,7 @@ def measure_peak_memory() -> tuple[int | None, str | None]:
 
 
 @contextlib.contextmanager
-def record_trace(directory):
+def record_trace(directory: str | os.PathLike[str]) -> Iterator[None]:
     """Record what host and device do inside the `with` block.
 
     The backend's own profiler writes the trace when the block is left, in
@@ -62,12 +64,12 @@ def mark_update(number: int) -> AbstractContextManager:
     """Make a context manager that names an update in a trace.
 
     Args:
-        number: int, shown as the step's number.
+        number: shown as the step's number.
     """
     return make_backend().mark_step("update", number)
 
 
-def _peak_of_process():
+def _peak_of_process() -> int | None:
     # Linux counts for a program that another one started what that one had in
     # use, except here.
     status = Path("/proc/self/status")

@@ -2,14 +2,22 @@
 
 import contextlib
 import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from accumtrainer.data.batches import Window
+from accumtrainer.diagnosis.trials import Trials
 from accumtrainer.keras_api import flatten_layers, is_overwritten, keras, ops
+from accumtrainer.keras_api.types import Model, Variable
 from accumtrainer.layers import computing_in, describe_layer, owners_of
 from accumtrainer.steps import Plan, Step
+from accumtrainer.steps.backend import Backend
+from accumtrainer.window.hooks import Hooks
 from accumtrainer.window.objective import is_random_state
+from accumtrainer.window.program import WindowProgram
 
 MOST_ROWS = 8
 """Variables that are printed."""
@@ -29,7 +37,7 @@ class Equivalence:
         samples: number of samples in the batch.
         micro_batches: number of micro-batches it was cut into.
         tolerance: largest error that counts as rounding.
-        reasons: tuple of str, why they differ, empty where they do not.
+        reasons: why they differ, empty where they do not.
 
     Example:
         >>> print(Equivalence(errors={"dense/kernel": 2e-8, "dense/bias": 0.0},
@@ -57,7 +65,7 @@ class Equivalence:
         # A NaN is not exact either.
         return bool(self.largest_error <= self.tolerance)
 
-    def __str__(self):
+    def __str__(self) -> str:
         verdict = "the same update" if self.is_exact else "different updates"
         lines = [
             f"{self.samples} samples in {self.micro_batches} micro-batches "
@@ -81,17 +89,21 @@ class EquivalenceCheck:
     """Computes the gradients of a batch in several ways, without effect.
 
     Args:
-        hooks: `Hooks`.
         make_program: function of the options in which a `WindowProgram` is to
             differ from that of the training; returns it, built.
-        backend: the functions a backend must provide.
-        trials: `Trials`.
-        jit_compile: bool, whether XLA compiles.
+        jit_compile: whether XLA compiles.
         tolerance: largest error that counts as rounding.
     """
 
     def __init__(
-        self, hooks, make_program, backend, trials, *, jit_compile, tolerance
+        self,
+        hooks: Hooks,
+        make_program: Callable[..., WindowProgram],
+        backend: Backend,
+        trials: Trials,
+        *,
+        jit_compile: bool,
+        tolerance: float,
     ):
         self._trials = trials
         self._hooks = hooks
@@ -100,21 +112,18 @@ class EquivalenceCheck:
         self._plan = Plan(name="streamed", jit_compile=jit_compile)
         self._tolerance = tolerance
 
-    def run(self, window, whole):
+    def run(self, window: Window, whole: Window) -> Equivalence:
         """Compare a window with itself as one micro-batch.
 
         Args:
             window: `Window` of at least two micro-batches.
             whole: `Window` of the same samples as one micro-batch.
-
-        Returns:
-            `Equivalence`.
         """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Micro-batches should have few")
             return self._run(window, whole)
 
-    def _run(self, window, whole):
+    def _run(self, window: Window, whole: Window) -> Equivalence:
         way = self._way()
         big = way.gradients(whole)
         errors = _errors(way, way.gradients(window), big)
@@ -129,15 +138,17 @@ class EquivalenceCheck:
         reasons = tuple(self._reasons(way, window, whole, big))
         return replace(found, reasons=reasons or (UNKNOWN,))
 
-    def _way(self, **options):
+    def _way(self, **options: Any) -> "_Way":
         program = self._make_program(**options)
         return _Way(self._hooks, program, self._backend, self._plan)
 
-    def _differs(self, way, window, whole):
+    def _differs(self, way: "_Way", window: Window, whole: Window) -> bool:
         found = _errors(way, way.gradients(window), way.gradients(whole))
         return not _largest(found) <= self._tolerance
 
-    def _reasons(self, way, window, whole, big):
+    def _reasons(
+        self, way: "_Way", window: Window, whole: Window, big: list[np.ndarray]
+    ) -> Iterator[str]:
         """Yield the reasons that trials single out."""
         if not all(np.isfinite(gradient).all() for gradient in big):
             yield NOT_FINITE
@@ -152,7 +163,7 @@ class EquivalenceCheck:
             *self._reasons_of_state(way, whole, big),
             *self._reasons_of_layers(whole),
         ]
-        settled = None
+        settled: _Way | None = None
         if not self._hooks.has_window_loss:
             settled = self._way(training=False)
             if self._differs(settled, window, whole):
@@ -169,10 +180,12 @@ class EquivalenceCheck:
         elif self._hooks.overrides("on_accumulate"):
             yield ON_ACCUMULATE
 
-    def _reasons_of_state(self, way, whole, big):
+    def _reasons_of_state(
+        self, way: "_Way", whole: Window, big: list[np.ndarray]
+    ) -> Iterator[str]:
         """Yield what differs when the big batch alone is run once more."""
 
-        def differs(carried):
+        def differs(carried: list[Variable]) -> bool:
             gradients = way.gradients(whole, after=whole, carried=carried)
             return not _largest(_errors(way, gradients, big)) <= self._tolerance
 
@@ -188,7 +201,7 @@ class EquivalenceCheck:
             ]
             yield MOVING.format(layers=_listed(map(describe_layer, moving)))
 
-    def _reasons_of_layers(self, whole):
+    def _reasons_of_layers(self, whole: Window) -> Iterator[str]:
         if self._trials.hook_couples(whole):
             yield ON_MICRO_BATCH
             return
@@ -199,7 +212,7 @@ class EquivalenceCheck:
             else:
                 yield LAYER_COUPLES.format(layer=describe_layer(layer))
 
-    def _reasons_of_losses(self, whole):
+    def _reasons_of_losses(self, whole: Window) -> Iterator[str]:
         for trial in self._trials.judge_losses(whole):
             reason = LOSSES.get(trial.verdict)
             if reason is not None:
@@ -207,12 +220,12 @@ class EquivalenceCheck:
                     rows=trial.rows, shown=trial.shown, stated=trial.stated
                 )
 
-    def _error_in_float64(self, window, whole):
+    def _error_in_float64(self, window: Window, whole: Window) -> float | None:
         """Repeat the comparison in float64.
 
         Returns:
-            float, the largest error; `None` where layers or the backend
-            cannot compute in float64.
+            The largest error; `None` where layers or the backend cannot compute
+            in float64.
         """
         # A layer may do what has no float64, or mix it with float32.
         with contextlib.suppress(Exception):
@@ -229,17 +242,23 @@ class EquivalenceCheck:
 class _Way:
     """One way to compute gradients, which leaves everything as it was."""
 
-    def __init__(self, hooks, program, backend, plan):
+    def __init__(
+        self, hooks: Hooks, program: WindowProgram, backend: Backend, plan: Plan
+    ):
         self.model = hooks.model
         self._program = program
         self._backend = backend
         self._step = Step(program, backend, plan)
 
-    def gradients(self, window, after=None, carried=()):
+    def gradients(
+        self,
+        window: Window,
+        after: Window | None = None,
+        carried: Sequence[Variable] = (),
+    ) -> list[np.ndarray]:
         """Compute gradients from the state there is, or as a second window.
 
         Args:
-            window: `Window`.
             after: `Window` that is run first, `None` for none.
             carried: list of the variables that are then left as it leaves
                 them.
@@ -256,9 +275,10 @@ class _Way:
                         variable.assign(value)
             return self._run(window)
 
-    def moved_by(self, window):
+    def moved_by(self, window: Window) -> tuple[list[Variable], list[Variable]]:
         """List the variables that a window moves: random ones, and others."""
-        random, others = [], []
+        random: list[Variable] = []
+        others: list[Variable] = []
         with self._put_back() as values:
             self._run(window)
             for variable, value in values:
@@ -271,7 +291,7 @@ class _Way:
         return random, others
 
     @contextlib.contextmanager
-    def _put_back(self):
+    def _put_back(self) -> Iterator[list[tuple[Variable, np.ndarray]]]:
         """Put back what is run inside; give pairs of variable and value."""
         self._backend.publish()
         # Layers may move what is trained, too.
@@ -287,7 +307,7 @@ class _Way:
             for variable, value in values:
                 variable.assign(value)
 
-    def _run(self, window):
+    def _run(self, window: Window) -> list[np.ndarray]:
         _, gradients, _ = self._step.gradients(window)
         gradients = [np.array(ops.convert_to_numpy(g)) for g in gradients]
         self._backend.publish()
@@ -295,7 +315,9 @@ class _Way:
         return gradients
 
 
-def _errors(way, gradients, expected):
+def _errors(
+    way: _Way, gradients: list[np.ndarray], expected: list[np.ndarray]
+) -> dict[str, float]:
     variables = way.model.trainable_variables
     sizes = [float(np.abs(gradient).max()) for gradient in expected]
     assigned = list(map(is_overwritten, variables))
@@ -313,12 +335,12 @@ def _errors(way, gradients, expected):
     }
 
 
-def _largest(errors):
+def _largest(errors: dict[str, float]) -> float:
     """Return the largest error; NaN if there is one, which `max` may miss."""
     return float(np.max(list(errors.values()), initial=0.0))
 
 
-def _drawing_layers(model):
+def _drawing_layers(model: Model) -> list[str]:
     """Name the layers that hold the state of a random stream of their own."""
     return [
         layer.name
@@ -328,7 +350,7 @@ def _drawing_layers(model):
     ]
 
 
-def _normalizing_layers(model):
+def _normalizing_layers(model: Model) -> list[str]:
     """Name the layers that normalize by the batch they see."""
     return [
         layer.name
@@ -338,7 +360,7 @@ def _normalizing_layers(model):
     ]
 
 
-def _listed(names):
+def _listed(names: Iterable[str]) -> str:
     names = list(names)
     if not names:
         return "a hook, or a layer that shows no stream of its own"

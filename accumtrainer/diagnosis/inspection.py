@@ -2,19 +2,23 @@
 
 import contextlib
 import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from accumtrainer.data.batches import Batch, Window
 from accumtrainer.keras_api import flatten_layers, ops, tree
+from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
 from accumtrainer.steps import make_backend
-from accumtrainer.window.hooks import Info, collect_logs
+from accumtrainer.window.hooks import Hooks, Info, collect_logs
 from accumtrainer.window.objective import (
     Objective,
     metric_variables,
     total_loss,
 )
-from accumtrainer.window.state import Scratch
+from accumtrainer.window.state import Scratch, TrainingState
 
 MOST_ROWS = 8
 """Rows of an input that are named."""
@@ -28,7 +32,7 @@ class Finding:
     """What is not finite in one tensor.
 
     Args:
-        what: str, such as `"output of layer dense (Dense)"`.
+        what: such as `"output of layer dense (Dense)"`.
         stage: `"variable"`, `"batch"`, `"layer"`, `"loss"` or `"gradient"`.
         micro_batch: index of the micro-batch, `None` for a variable.
         nans: number of values that are NaN.
@@ -50,7 +54,7 @@ class Finding:
     size: int
     rows: tuple[int, ...] = ()
 
-    def __str__(self):
+    def __str__(self) -> str:
         counts = f"{self.nans:,} NaN, {self.infinities:,} infinite"
         text = f"{self.what}: {counts} of {self.size:,}"
         if not self.rows:
@@ -72,7 +76,7 @@ class Inspection:
             or a gradient, such as an infinity that a mask puts in, is left
             out.
         micro_batches: number of micro-batches in the window.
-        loss_scale: float, the loss scale used.
+        loss_scale: the loss scale used.
         scale_overflows: whether all is finite without the loss scale. Then
             the scale was too high, which is how a good one is found.
         unobserved: why layers could not be observed, or `""`.
@@ -85,13 +89,13 @@ class Inspection:
     unobserved: str = ""
 
     @property
-    def first(self):
+    def first(self) -> Finding | None:
         """The first `Finding`, `None` if everything is finite."""
         return self.findings[0] if self.findings else None
 
-    def __str__(self):
+    def __str__(self) -> str:
         lines = [self.verdict]
-        by_place = {}
+        by_place: dict[int | None, list[Finding]] = {}
         for finding in self.findings:
             by_place.setdefault(finding.micro_batch, []).append(finding)
         for place, (micro_batch, findings) in enumerate(by_place.items()):
@@ -105,7 +109,7 @@ class Inspection:
         return "\n".join(lines)
 
     @property
-    def verdict(self):
+    def verdict(self) -> str:
         """What has been found, in a sentence or two."""
         if self.first is None:
             return (
@@ -122,7 +126,7 @@ class Inspection:
         place = self._place(self.first.micro_batch)
         return f"First came, in {place}, {self.first}."
 
-    def _place(self, micro_batch):
+    def _place(self, micro_batch: int | None) -> str:
         if micro_batch is None:
             return "the model before the window"
         return f"micro-batch {micro_batch + 1} of {self.micro_batches}"
@@ -132,12 +136,12 @@ class Replay:
     """Runs windows again, operation by operation, with nothing kept.
 
     Args:
-        hooks: `Hooks`, usually the Trainer.
-        state: `TrainingState`.
         tracked: list of variables that hooks may read or write.
     """
 
-    def __init__(self, hooks, state, *, tracked):
+    def __init__(
+        self, hooks: Hooks, state: TrainingState, *, tracked: Sequence[Variable]
+    ):
         self._hooks = hooks
         self._model = hooks.model
         self._state = state
@@ -146,7 +150,7 @@ class Replay:
         self._backend = make_backend(run_eagerly=True)
 
     @property
-    def variables(self):
+    def variables(self) -> list[Variable]:
         """Every variable that a window reads or writes, each once."""
         variables = [
             *self._model.variables,
@@ -156,17 +160,15 @@ class Replay:
         ]
         return list({id(v): v for v in variables}.values())
 
-    def inspect(self, window, *, loss_scale, micro_batches_before):
+    def inspect(
+        self, window: Window, *, loss_scale: float, micro_batches_before: int
+    ) -> Inspection:
         """Look for what is not finite in a window.
 
         Args:
-            window: `Window`.
-            loss_scale: float, by which the loss is multiplied.
-            micro_batches_before: int, those run before this window; random
-                draws in hooks of the Trainer depend on it.
-
-        Returns:
-            `Inspection`.
+            loss_scale: by which the loss is multiplied.
+            micro_batches_before: those run before this window; random draws in
+                hooks of the Trainer depend on it.
         """
         run = functools.partial(self._run, window, micro_batches_before)
         unobserved = ""
@@ -188,12 +190,20 @@ class Replay:
             unobserved=unobserved,
         )
 
-    def _run(self, window, micro_batches_before, loss_scale, operations):
+    def _run(
+        self,
+        window: Window,
+        micro_batches_before: int,
+        loss_scale: float,
+        operations: list[Any],
+    ) -> list[Finding]:
         findings = _in_variables(self._model)
         count = np.asarray(window.micro_batches, "int32")
         before = np.asarray(micro_batches_before, "int32")
 
-        def replay(batches, count, before):
+        def replay(
+            batches: list[Batch], count: Tensor, before: Tensor
+        ) -> Tensor:
             with Scratch(self.variables):
                 self._state.micro_batches.assign(before)
                 for position, batch in enumerate(batches):
@@ -210,7 +220,7 @@ class Replay:
             self._backend.publish()
         return findings
 
-    def _info(self, position, count, loss_scale):
+    def _info(self, position: int, count: Tensor, loss_scale: float) -> Info:
         index = ops.convert_to_tensor(position, "int32")
         return Info(
             update=self._state.updates.value,
@@ -221,7 +231,13 @@ class Replay:
             loss_scale=ops.convert_to_tensor(loss_scale, "float32"),
         )
 
-    def _micro_batch(self, batch, position, info, operations):
+    def _micro_batch(
+        self,
+        batch: Batch,
+        position: int | None,
+        info: Info,
+        operations: list[Any],
+    ) -> list[Finding]:
         """Run one micro-batch and list its findings."""
         hooks = self._hooks
         found = _in_batch(batch, position, "")
@@ -232,12 +248,12 @@ class Replay:
             found += _in_batch(batch, position, " after on_micro_batch")
         sketches = []
 
-        def sketch(operation, tensor):
+        def sketch(operation: Any, tensor: Tensor) -> None:
             kind = type(operation).__name__
             what = f"output of layer {operation.name} ({kind})"
             sketches.append(_sketch(what, "layer", tensor))
 
-        def objective():
+        def objective() -> tuple[Tensor, Nest]:
             with collect_logs(hooks), recording(operations, sketch):
                 measured = self._objective.measure(batch, info)
             total = total_loss(
@@ -282,7 +298,9 @@ class Replay:
             )
         return found
 
-    def _in_gradients(self, gradients, position, suffix):
+    def _in_gradients(
+        self, gradients: list[Tensor], position: int | None, suffix: str
+    ) -> list[Finding]:
         pairs = zip(self._model.trainable_variables, gradients, strict=True)
         sketches = [
             _sketch(f"gradient of {v.path}{suffix}", "gradient", gradient)
@@ -292,7 +310,7 @@ class Replay:
         return _findings(rows, position)
 
 
-def _harmful(findings):
+def _harmful(findings: list[Finding]) -> list[Finding]:
     """Leave out what is also found where loss and gradients are finite."""
     hurt = {f.micro_batch for f in findings if f.stage in ("loss", "gradient")}
     hurt.add(None)
@@ -309,11 +327,8 @@ def _harmful(findings):
     ]
 
 
-def flatten_operations(model):
+def flatten_operations(model: Model) -> list[Any]:
     """List the layers of a model, and what it computes between them.
-
-    Args:
-        model: `keras.Model`.
 
     Returns:
         List of `keras.Operation`, each once.
@@ -326,14 +341,15 @@ def flatten_operations(model):
 
 
 @contextlib.contextmanager
-def recording(operations, observe):
+def recording(
+    operations: list[Any], observe: Callable[..., None]
+) -> Iterator[None]:
     """Observe what layers return, while the `with` block is open.
 
     Each layer's own `call` is covered by one that also records, on the
     instance alone, and uncovered in the end.
 
     Args:
-        operations: list of `keras.Operation`.
         observe: function that is given a layer and a tensor, for each tensor
             in the order in which the calls return.
     """
@@ -344,12 +360,12 @@ def recording(operations, observe):
 
 
 @contextlib.contextmanager
-def _covered(operation, observe):
+def _covered(operation: Any, observe: Callable[..., None]) -> Iterator[None]:
     before = vars(operation).get("call")
     call = operation.call
 
     @functools.wraps(call)
-    def recorded(*args, **kwargs):
+    def recorded(*args: Any, **kwargs: Any) -> Any:
         outputs = call(*args, **kwargs)
         for tensor in tree.flatten(outputs):
             if ops.is_tensor(tensor):
@@ -366,7 +382,7 @@ def _covered(operation, observe):
             operation.call = before
 
 
-def _sketch(what, stage, tensor):
+def _sketch(what: str, stage: str, tensor: Tensor) -> Any:
     """Count what is not finite, as `(what, stage, size, tensor of two)`."""
     tensor = ops.convert_to_tensor(tensor)
     size = int(np.prod([int(length) for length in tensor.shape]))
@@ -377,7 +393,7 @@ def _sketch(what, stage, tensor):
     return what, stage, size, ops.stack([nans, infinities])
 
 
-def _findings(rows, position):
+def _findings(rows: Iterable[Any], position: int | None) -> list[Finding]:
     """List the findings among `((what, stage, size), counts)`."""
     found = []
     for (what, stage, size), counts in rows:
@@ -396,7 +412,7 @@ def _findings(rows, position):
     return found
 
 
-def _in_variables(model):
+def _in_variables(model: Model) -> list[Finding]:
     rows = []
     for variable in model.variables:
         *label, counts = _sketch(variable.path, "variable", variable.value)
@@ -404,7 +420,7 @@ def _in_variables(model):
     return _findings(rows, None)
 
 
-def _in_batch(batch, position, suffix):
+def _in_batch(batch: Batch, position: int | None, suffix: str) -> list[Finding]:
     """List what is not finite in a batch, with the rows concerned."""
     found = []
     for path, leaf in _named_leaves(batch):
@@ -417,7 +433,7 @@ def _in_batch(batch, position, suffix):
     return found
 
 
-def _named_leaves(batch):
+def _named_leaves(batch: Batch) -> Iterator[tuple[str, Any]]:
     for field, nest in batch._asdict().items():
         for path, leaf in tree.flatten_with_path(nest):
             if ops.is_tensor(leaf) or isinstance(leaf, np.ndarray):

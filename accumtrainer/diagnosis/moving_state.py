@@ -1,6 +1,7 @@
 """Says whose state moves in every forward pass, not once per update."""
 
 from accumtrainer.keras_api import keras
+from accumtrainer.keras_api.types import Model, Variable
 from accumtrainer.layers import (
     WindowLayer,
     describe_layer,
@@ -24,13 +25,14 @@ MOST_LAYERS = 3
 """Layers that are named."""
 
 
-def notes_of_state(model, moved, count):
+def notes_of_state(
+    model: Model, moved: list[Variable], count: int
+) -> list[str]:
     """Write notes on layers whose state moves once per micro-batch.
 
     Args:
-        model: `keras.Model`.
         moved: list of the variables that a forward pass gives a new value.
-        count: int, k.
+        count: k.
 
     Returns:
         List of str, empty where there is but one micro-batch.

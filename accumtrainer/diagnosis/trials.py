@@ -14,12 +14,13 @@ out. Nothing that runs here has an effect.
 
 import contextlib
 import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from accumtrainer.data.batches import map_leaves
+from accumtrainer.data.batches import Batch, Window, map_leaves
 from accumtrainer.diagnosis.inspection import flatten_operations, recording
 from accumtrainer.diagnosis.verdicts import (
     QUADRUPLES,
@@ -28,12 +29,13 @@ from accumtrainer.diagnosis.verdicts import (
     judge_loss,
 )
 from accumtrainer.keras_api import flatten_layers, ops, tree
+from accumtrainer.keras_api.types import Layer, Model, Nest, Tensor, Variable
 from accumtrainer.steps import make_backend, should_compile_evaluation
-from accumtrainer.window.hooks import collect_logs
+from accumtrainer.window.hooks import Hooks, Info, collect_logs
 from accumtrainer.window.objective import is_random_state, metric_variables
 from accumtrainer.window.passes import Passes
 from accumtrainer.window.replicas import Share
-from accumtrainer.window.state import Scratch
+from accumtrainer.window.state import Scratch, TrainingState
 
 MOST_ROWS = 16
 """Rows of a group, which are enough to tell."""
@@ -60,7 +62,7 @@ class _Run:
     rows: list[np.ndarray]
 
     @property
-    def totals(self):
+    def totals(self) -> np.ndarray:
         """Values of the losses as they should add up over rows."""
         return self.means * self.denominators
 
@@ -79,15 +81,17 @@ class Trials:
     """Runs rows of a window without effect.
 
     Args:
-        hooks: `Hooks`, usually the Trainer.
-        state: `TrainingState`.
         tracked: list of variables that hooks may read or write.
-        jit_compile: `"auto"`, `True` or `False`.
-        run_eagerly: bool.
     """
 
     def __init__(
-        self, hooks, state, *, tracked=(), jit_compile="auto", run_eagerly=False
+        self,
+        hooks: Hooks,
+        state: TrainingState,
+        *,
+        tracked: Sequence[Variable] = (),
+        jit_compile: bool | Literal["auto"] = "auto",
+        run_eagerly: bool = False,
     ):
         self._hooks = hooks
         self._model = hooks.model
@@ -99,7 +103,7 @@ class Trials:
         )
 
     @property
-    def variables(self):
+    def variables(self) -> list[Variable]:
         """Every variable that a run reads or writes, each once."""
         variables = [
             *self._model.variables,
@@ -109,12 +113,11 @@ class Trials:
         ]
         return list({id(v): v for v in variables}.values())
 
-    def coupling_layers(self, window, *, training):
+    def coupling_layers(self, window: Window, *, training: bool) -> list[Layer]:
         """Find the layer that first makes rows depend on each other.
 
         Args:
-            window: `Window`.
-            training: bool, whether layers are told that this is training.
+            training: whether layers are told that this is training.
 
         Returns:
             The layer in a list; an empty one where there is none, or where
@@ -128,7 +131,7 @@ class Trials:
                 return runner.coupling_layers(runner.change(groups))
         return []
 
-    def hook_couples(self, window):
+    def hook_couples(self, window: Window) -> bool:
         """Whether `on_micro_batch` makes rows depend on each other."""
         groups = _groups_of(window)
         if groups is None or not self._hooks.overrides("on_micro_batch"):
@@ -138,13 +141,10 @@ class Trials:
             return runner.hook_couples(groups)
         return False
 
-    def judge_losses(self, window):
+    def judge_losses(self, window: Window) -> list[LossTrial]:
         """Find out whether losses are what they say they are.
 
         Layers that couple rows in training alone are run as in evaluation.
-
-        Args:
-            window: `Window`.
 
         Returns:
             List of `LossTrial`, one per loss in their order; an empty one
@@ -153,7 +153,7 @@ class Trials:
         groups = _groups_of(window)
         if groups is None or self._hooks.has_window_loss:
             return []
-        found = []
+        found: list[LossTrial] = []
         for training in (True, False):
             trials = self._judge_losses(groups, training)
             if not found:
@@ -168,7 +168,9 @@ class Trials:
                 break
         return found
 
-    def _judge_losses(self, groups, training):
+    def _judge_losses(
+        self, groups: Sequence[Batch], training: bool
+    ) -> list[LossTrial]:
         for runner in self._runners(groups, training):
             # What a trial cannot run is no error of the user's.
             with contextlib.suppress(Exception):
@@ -178,7 +180,9 @@ class Trials:
                 return runner.judge_losses(changed)
         return []
 
-    def _runners(self, groups, training):
+    def _runners(
+        self, groups: Sequence[Batch], training: bool
+    ) -> "Iterator[_Runner]":
         """Make runners that look at ever fewer layers.
 
         What a layer computes inside a transformation of the backend (a loop,
@@ -194,7 +198,14 @@ class Trials:
 class _Runner:
     """Runs rows, and looks at what some layers make of them."""
 
-    def __init__(self, trials, operations, *, rows, training):
+    def __init__(
+        self,
+        trials: Trials,
+        operations: list[Any],
+        *,
+        rows: int,
+        training: bool,
+    ):
         self._operations = operations
         self._rows = rows
         self._training = training
@@ -211,10 +222,10 @@ class _Runner:
             training=training,
         )
         self._trials = trials
-        self._compiled = {}
-        self._traced = {}
+        self._compiled: dict[tuple[str, int], Callable[..., Nest]] = {}
+        self._traced: dict[int, _Traced] = {}
 
-    def change(self, groups):
+    def change(self, groups: Sequence[Batch]) -> Sequence[Batch]:
         """Let `on_micro_batch` change four groups of rows, all at once."""
         if not self._hooks.overrides("on_micro_batch"):
             return groups
@@ -225,7 +236,7 @@ class _Runner:
             for i in range(0, 4 * size, size)
         ]
 
-    def hook_couples(self, groups):
+    def hook_couples(self, groups: Sequence[Batch]) -> bool:
         """Whether rows of A become others beside D than beside B."""
         a, b, c, d = groups
         one, again, other = (
@@ -237,7 +248,7 @@ class _Runner:
         is_settled = all(_is_same(x, y) for x, y, _ in pairs)
         return is_settled and not all(_is_same(x, y) for x, _, y in pairs)
 
-    def coupling_layers(self, groups):
+    def coupling_layers(self, groups: Sequence[Batch]) -> list[Layer]:
         """List the first layer whose rows of A are others beside D."""
         a, b, c, d = groups
         one, again, other = (
@@ -254,7 +265,7 @@ class _Runner:
                 return [layer]
         return []
 
-    def judge_losses(self, groups):
+    def judge_losses(self, groups: Sequence[Batch]) -> list[LossTrial]:
         """Judge every loss, list of `LossTrial`.
 
         By the model as it is, and once more by one of other weights: of a
@@ -280,7 +291,9 @@ class _Runner:
             for trial, origin in zip(trials, origins, strict=True)
         ]
 
-    def _values(self, groups, otherness):
+    def _values(
+        self, groups: Sequence[Batch], otherness: float
+    ) -> dict[tuple[int, ...], _Run]:
         """Run single groups and pairs, dict from their places to `_Run`."""
         places = [(0,), (1,), (2,), *itertools.chain(*QUADRUPLES)]
         return {
@@ -288,16 +301,20 @@ class _Runner:
             for place in dict.fromkeys(places)
         }
 
-    def _measure(self, groups, otherness=0.0):
-        otherness = np.asarray(otherness, "float32")
-        result = self._call(self._run, groups, otherness)
+    def _measure(self, groups: Sequence[Batch], otherness: float = 0.0) -> _Run:
+        result = self._call(self._run, groups, np.asarray(otherness, "float32"))
         return _Run(
             means=np.asarray(result["means"], "float64"),
             denominators=np.asarray(result["denominators"], "float64"),
             rows=[np.asarray(rows, "float64") for rows in result["rows"]],
         )
 
-    def _call(self, function, groups, *arguments):
+    def _call(
+        self,
+        function: Callable[..., Any],
+        groups: Sequence[Batch],
+        *arguments: Any,
+    ) -> Any:
         """Compile a function, call it; return its result on the host."""
         key = function.__name__, len(groups)  # each knows of one shape alone
         if key not in self._compiled:
@@ -314,25 +331,27 @@ class _Runner:
 
     # What is traced.
 
-    def _prepare(self):
+    def _prepare(self) -> Info:
         if any(map(self._hooks.overrides, ("on_micro_batch", "compute_loss"))):
             self._state.seat_rng(ops.zeros((), "int32"))
         share = Share.whole(ops.ones((), "int32"))
         return self._passes.info(ops.zeros((), "int32"), share)
 
-    def _change(self, batch):
+    def _change(self, batch: Batch) -> Batch:
         with Scratch(self._variables):
             info = self._prepare()
             with collect_logs(self._hooks):
                 batch = self._hooks.on_micro_batch(batch, info)
         return batch
 
-    def _run(self, batch, otherness):
+    def _run(self, batch: Batch, otherness: Tensor) -> dict[str, Any]:
         """Measure rows; by other weights where `otherness`, a scalar, is 1."""
-        hooks, layers, rows = self._hooks, [], []
+        hooks = self._hooks
+        layers: list[Any] = []
+        rows: list[Tensor] = []
         size = _size(batch)
 
-        def observe(operation, tensor):
+        def observe(operation: Any, tensor: Tensor) -> None:
             if _has_rows(tensor, size):
                 layers.append(operation)
                 rows.append(_digest(tensor))
@@ -367,7 +386,7 @@ class _Runner:
         }
 
 
-def _at(runs, index):
+def _at(runs: dict[tuple[int, ...], _Run], index: int) -> LossValues:
     """Take the values of one loss out of runs."""
     return LossValues(
         means={k: float(run.means[index]) for k, run in runs.items()},
@@ -376,7 +395,7 @@ def _at(runs, index):
     )
 
 
-def _groups_of(window):
+def _groups_of(window: Window) -> list[Batch] | None:
     """Take four groups of rows that are spread over a window.
 
     Two together are no more than a micro-batch, which memory is known to hold,
@@ -386,7 +405,7 @@ def _groups_of(window):
     Returns:
         List of four `Batch`es, or `None` where there are too few samples.
     """
-    if window.stacked is None:
+    if window.parts is not None:
         batch = map_leaves(_to_host, window.parts[0])
     else:
         batch = map_leaves(
@@ -407,7 +426,7 @@ def _groups_of(window):
     ]
 
 
-def _sums(nest, samples):
+def _sums(nest: Nest, samples: int) -> np.ndarray:
     """Add up the numbers of each row, array `(samples,)`."""
     sums = np.zeros(samples)
     for leaf in tree.flatten(nest):
@@ -416,16 +435,16 @@ def _sums(nest, samples):
     return np.nan_to_num(sums)
 
 
-def _join(groups):
+def _join(groups: Sequence[Batch]) -> Batch:
     return map_leaves(lambda *leaves: np.concatenate(leaves), *groups)
 
 
-def _size(batch):
+def _size(batch: Batch) -> int:
     leaves = [leaf for leaf in tree.flatten(batch) if leaf is not None]
     return int(leaves[0].shape[0])
 
 
-def _leaves(batch, rows):
+def _leaves(batch: Batch, rows: int) -> list[np.ndarray]:
     return [
         np.asarray(leaf, "float64")[:rows]
         for leaf in tree.flatten(batch)
@@ -433,34 +452,34 @@ def _leaves(batch, rows):
     ]
 
 
-def _to_host(leaf):
+def _to_host(leaf: Any) -> np.ndarray:
     if isinstance(leaf, np.ndarray):
         return leaf
     return np.asarray(ops.convert_to_numpy(leaf))
 
 
-def _is_same(one, other):
+def _is_same(one: np.ndarray, other: np.ndarray) -> bool:
     """Whether rows are the same, whatever is no number left out."""
     largest = np.abs(np.nan_to_num(one)).max(initial=0.0)
     gap = np.abs(np.nan_to_num(one - other)).max(initial=0.0)
     return gap <= SAME_ROW * largest
 
 
-def _is_half(model):
+def _is_half(model: Model) -> bool:
     return any(
         layer.compute_dtype in ("float16", "bfloat16")
         for layer in flatten_layers(model)
     )
 
 
-def _has_rows(tensor, size):
+def _has_rows(tensor: Tensor, size: int) -> bool:
     """Whether a tensor is of floats, one row for each sample."""
     if "float" not in str(tensor.dtype) or len(tensor.shape) == 0:
         return False
     return tensor.shape[0] == size and all(tensor.shape)
 
 
-def _moved(value, otherness):
+def _moved(value: Tensor, otherness: Tensor) -> Tensor:
     """Move weights far away, or leave them as they are where that is 0."""
     size = int(np.prod(value.shape))
     signs = ops.cos(ops.arange(size, dtype="float32") * 1.7)
@@ -468,7 +487,7 @@ def _moved(value, otherness):
     return value * ops.cast(factor, value.dtype)
 
 
-def _digest(tensor):
+def _digest(tensor: Tensor) -> Tensor:
     """Tell three numbers of every row, tensor `[m, 3]`, float32."""
     rows = ops.reshape(ops.cast(tensor, "float32"), [tensor.shape[0], -1])
     return ops.stack(

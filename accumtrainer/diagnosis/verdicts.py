@@ -10,10 +10,14 @@ left out, as are random numbers that are the same in all of them. What it is
 divided by shows in batches of other sizes. Pure: see `Trials` for the rest.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+
+Values = Mapping[tuple[int, ...], float]
+"""Of a loss, by the groups it was computed on."""
 
 QUADRUPLES = (
     ((0, 1), (0, 3), (2, 1), (2, 3)),
@@ -53,7 +57,7 @@ class LossTrial:
 
     Args:
         verdict: see `Verdict`.
-        origin: str, where a bare scalar comes from; `""` for other losses.
+        origin: where a bare scalar comes from; `""` for other losses.
         rows: how many rows each of two groups has.
         shown: how much the first group counts, the second counting 1, as the
             values of the loss show it; `None` where they do not.
@@ -76,7 +80,7 @@ class LossValues:
     counts: dict[tuple[int, ...], float]
 
 
-def _judge(values, is_sum, kind):
+def _judge(values: LossValues, is_sum: bool, kind: str) -> LossTrial:
     """Judge one loss by its values on groups of rows, a `LossTrial`."""
     means = np.array(list(values.means.values()))
     if not np.isfinite(means).all():
@@ -115,13 +119,14 @@ def _judge(values, is_sum, kind):
     return LossTrial(verdict="couples" if kind == "float32" else "mixes")
 
 
-def judge_loss(here, elsewhere, is_sum, kind):
+def judge_loss(
+    here: LossValues, elsewhere: LossValues, is_sum: bool, kind: str
+) -> LossTrial:
     """Judge one loss by the values it has with two models.
 
     Args:
-        here: `LossValues`.
         elsewhere: `LossValues` of the same loss with another model.
-        is_sum: bool, whether it says that it is a sum.
+        is_sum: whether it says that it is a sum.
         kind: as in `SIZES_AGREE_WITHIN`.
     """
     trial = _judge(here, is_sum, kind)
@@ -131,14 +136,16 @@ def judge_loss(here, elsewhere, is_sum, kind):
     if trial.verdict == "other":
         # A Dice loss is a mean by what is predicted; its gradient is none.
         shares = _shares(elsewhere.means)
-        is_same = shares is not None and (
-            abs(shares[0, 1] / trial.shown - 1) < WEIGHTS_AGREE_WITHIN
+        is_same = (
+            shares is not None
+            and trial.shown is not None
+            and (abs(shares[0, 1] / trial.shown - 1) < WEIGHTS_AGREE_WITHIN)
         )
         return trial if is_same else replace(trial, verdict="couples")
     return trial
 
 
-def _coupling(values):
+def _coupling(values: Values) -> float:
     """Say how far values are from adding up over groups, relative."""
     largest = max(abs(value) for value in values.values())
     over = max(
@@ -148,7 +155,7 @@ def _coupling(values):
     return over / (largest or 1.0)
 
 
-def _adds_up(values, within):
+def _adds_up(values: Values, within: float) -> bool:
     """Whether values on two groups are the sums of those on each."""
     largest = max(abs(value) for value in values.values())
     return all(
@@ -157,7 +164,9 @@ def _adds_up(values, within):
     )
 
 
-def _shares(means):
+def _shares(
+    means: Values,
+) -> dict[tuple[int, int], float] | None:
     """Say how much groups count beside each other, where a loss is some mean.
 
     A mean over samples (or tokens, or weights) has on two parts together a
@@ -178,5 +187,5 @@ def _shares(means):
     return shares if is_mean and fits else None
 
 
-def _ratio(one, other):
+def _ratio(one: float, other: float) -> float:
     return one / other if other else np.inf
