@@ -30,9 +30,6 @@ BATCH_HOOKS = (
 )
 """Hooks that Keras calls with `logs` as a keyword."""
 
-REST_REASONS = ("update", "epoch", "stop", "interruption", "error", "end")
-"""Why training rests; see `Callback.on_safe_point`."""
-
 WINDOW_HOOKS = ("on_micro_batch", "on_accumulate", "on_apply")
 """Hooks whose names a Trainer shares, for tensors instead of numbers."""
 

@@ -26,8 +26,6 @@ from accumtrainer.keras_api import (
 )
 from accumtrainer.layers import describe_layer
 
-MEAN_REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
-
 
 @dataclass(frozen=True)
 class WeightedLoss:
