@@ -42,6 +42,14 @@ KERAS_CORE_FIT = (
     "the same model, or make the model with keras."
 )
 
+KERAS_CORE_EVALUATION = (
+    "model must not override test_step or make_test_function where a Trainer "
+    "evaluates it with Keras Core on JAX. Received: one that does, and "
+    "Model.evaluate there leaves out the first batch of a generator. Call "
+    "model.evaluate with arrays and train without validation_data, or use "
+    "Keras 3."
+)
+
 KERAS_CORE_STATISTICS = (
     "AccumulatedBatchNormalization must be used with Keras 3. Received: a "
     "layer of Keras Core, whose weights cannot be kept out of mixed precision. "
@@ -387,9 +395,10 @@ MODEL_WITH_OWN_STEP = (
 )
 
 MODEL_WITH_OWN_TEST_STEP = (
-    "model must not override {step} where a Trainer evaluates it, because it "
-    "would never call it. Received: {model}.{step}. Call model.evaluate, and "
-    "train without validation_data; or move what it does into "
+    "model must not override test_step or make_test_function where several "
+    "processes evaluate it. Received: {model} in {processes} processes, which "
+    "Keras would evaluate each by itself. Call model.evaluate in one of them, "
+    "and train without validation_data; or move what it does into "
     "Trainer.compute_loss (info.training is False)."
 )
 

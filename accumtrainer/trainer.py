@@ -35,7 +35,6 @@ from accumtrainer.steps.memory import MemoryPlan
 from accumtrainer.steps.plan import Plan
 from accumtrainer.training.announcing import updates_in_epoch
 from accumtrainer.training.construction import (
-    check_evaluation,
     check_loss,
     check_memory,
     check_model,
@@ -426,8 +425,6 @@ class Trainer(Hooks):
             check_inputs=check_inputs,
         )
         self._engine.check_model()
-        if validation_data is not None or validation_split:
-            check_evaluation(self)
         saved = find_saved(resume_from, [self._callbacks, callbacks])
         if saved is not None:
             check_same(saved, self)
@@ -604,7 +601,6 @@ class Trainer(Hooks):
             The loss, or the list of loss and metrics, or a dict of them.
         """
         steps = checked_steps("steps", steps)
-        check_evaluation(self)
         self._engine.check_compiled()
         source = make_source(
             x,

@@ -26,6 +26,7 @@ __all__ = [
     "ACTIVITY_LOSSES_ARE_MEANS",
     "check_fit_support",
     "check_loss_support",
+    "check_own_evaluation",
     "check_replica_support",
     "check_statistics_support",
     "check_support",
@@ -153,17 +154,20 @@ def read_metrics(model: Model, leaving_out: list[Metric]) -> dict[str, Any]:
     return results
 
 
-def metric_names(model: Model, of_losses: list[str]) -> list[str]:
+def metric_names(model: Model, of_losses: list[str] | None = None) -> list[str]:
     """Name the metrics of a model in the order of what Keras returns.
 
     Keras expands what was given to `compile`, and has metrics of several
     losses after it; a model that Keras has not trained has none yet.
 
     Args:
-        of_losses: the names of several losses.
+        of_losses: the names of several losses; `None` for those that Keras
+            has.
     """
     compiled, known = model._compile_metrics, model._compile_loss
     trackers = [] if known is None else known.metrics
+    if of_losses is None:
+        of_losses = [tracker.name for tracker in trackers]
     names: list[str] = []
     for metric in model.metrics:
         if metric is compiled:
@@ -203,6 +207,10 @@ def check_support(model: Model, optimizer: Optimizer) -> None:
 
 def check_fit_support() -> None:
     """Refuse to work inside `Model.fit`: not in Keras 3."""
+
+
+def check_own_evaluation() -> None:
+    """Refuse models that evaluate themselves: not in Keras 3."""
 
 
 def check_loss_support(loss: Any) -> None:

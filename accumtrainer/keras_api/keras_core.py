@@ -30,6 +30,7 @@ __all__ = [
     "ACTIVITY_LOSSES_ARE_MEANS",
     "check_fit_support",
     "check_loss_support",
+    "check_own_evaluation",
     "check_replica_support",
     "check_statistics_support",
     "check_support",
@@ -230,7 +231,7 @@ def read_metrics(model: Model, leaving_out: list[Metric]) -> dict[str, Any]:
     return results
 
 
-def metric_names(model: Model, of_losses: list[str]) -> list[str]:
+def metric_names(model: Model, of_losses: list[str] | None = None) -> list[str]:
     """Name what `evaluate` returns: in the order of the logs, but the loss."""
     del model, of_losses
     return ["loss"]
@@ -291,6 +292,19 @@ def check_fit_support() -> NoReturn:
         ValueError: always.
     """
     raise ValueError(errors.KERAS_CORE_FIT)
+
+
+def check_own_evaluation() -> None:
+    """Refuse models that evaluate themselves, on JAX.
+
+    `Model.evaluate` builds metrics with the first batch that a generator
+    yields, and then leaves it out.
+
+    Raises:
+        ValueError: on JAX.
+    """
+    if IS_JAX:
+        raise ValueError(errors.KERAS_CORE_EVALUATION)
 
 
 def check_replica_support(replicas: int) -> NoReturn:

@@ -53,25 +53,6 @@ def check_model(model):
             )
 
 
-def check_evaluation(hooks):
-    """Refuse to evaluate what a model would evaluate in its own way.
-
-    Raises:
-        ValueError: the model has a step of its own, and the Trainer no
-            `compute_loss` that would replace it.
-    """
-    if hooks.overrides("compute_loss"):
-        return
-    model = hooks.model
-    for step in ("test_step", "make_test_function"):
-        if overrides(model, step):
-            raise ValueError(
-                errors.MODEL_WITH_OWN_TEST_STEP.format(
-                    model=type(model).__name__, step=step
-                )
-            )
-
-
 def compiles_itself(model):
     """Whether a model that is not compiled has a way of its own for it."""
     return not model.compiled and overrides(model, "compile")

@@ -149,7 +149,7 @@ class Engine:
     @property
     def evaluated_names(self):
         """Names of losses and metrics evaluated, as Keras orders them."""
-        return metric_names(self._model, names_of(self._evaluator.losses))
+        return self._evaluator.names
 
     @property
     def has_begun(self):

@@ -7,11 +7,13 @@ import numpy as np
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch
 from accumtrainer.data.processes import items_of_all
-from accumtrainer.keras_api import tree
+from accumtrainer.keras_api import check_own_evaluation, metric_names, tree
 from accumtrainer.observers.logs import Logs
 from accumtrainer.steps import EvaluationStep, should_compile_evaluation
 from accumtrainer.training.input_checks import compile_option, has_own_loss
+from accumtrainer.training.own_evaluation import OwnEvaluation, evaluates_itself
 from accumtrainer.window.evaluation import EvaluationProgram
+from accumtrainer.window.objective import names_of
 
 
 class Evaluator:
@@ -29,6 +31,7 @@ class Evaluator:
         self._has_window_loss = hooks.has_window_loss
         self._hooks = hooks
         self._model = hooks.model
+        self._evaluates_itself = evaluates_itself(hooks)
         self._jit_compile = jit_compile
         self._backend = backend
         self._program = EvaluationProgram(
@@ -45,9 +48,11 @@ class Evaluator:
         self._program.build_model(batch)
 
     @property
-    def losses(self):
-        """What was evaluated last; see `EvaluationProgram.losses`."""
-        return self._program.losses
+    def names(self):
+        """Names of losses and metrics evaluated, as Keras orders them."""
+        if self._evaluates_itself:
+            return metric_names(self._model)
+        return metric_names(self._model, names_of(self._program.losses))
 
     def evaluate(self, source, dispatcher, *, rows_per_pass, rest=None):
         """Evaluate one source.
@@ -62,6 +67,8 @@ class Evaluator:
         Returns:
             Dict of numbers.
         """
+        if self._evaluates_itself:
+            return self._evaluate_by_model(source, dispatcher, rest)
         is_first = True
         model = self._model
         model.stop_evaluating = False
@@ -82,6 +89,22 @@ class Evaluator:
                 if self._agrees_on(model.stop_evaluating):
                     break
             dispatcher.last_logs = logs = self._step.results()
+        return logs
+
+    def _evaluate_by_model(self, source, dispatcher, rest):
+        """Evaluate as Keras does, since the model has its own way for it."""
+        if self._backend.processes > 1:
+            raise ValueError(
+                errors.MODEL_WITH_OWN_TEST_STEP.format(
+                    model=type(self._model).__name__,
+                    processes=self._backend.processes,
+                )
+            )
+        check_own_evaluation()
+        self._backend.publish()
+        evaluation = OwnEvaluation(self._model, dispatcher, rest)
+        with dispatcher.testing():
+            dispatcher.last_logs = logs = evaluation.run(source)
         return logs
 
     def predict(self, source, dispatcher, *, rows_per_pass, rest=None):

@@ -235,6 +235,38 @@ def test_optimizer_that_averages_weights_is_refused():
     refused("use_ema=True.*use Keras 3", optimizer=optimizer)
 
 
+class Judged(keras.Model):
+    """Evaluates in its own way, which is that of Keras."""
+
+    def test_step(self, *arguments):
+        return super().test_step(*arguments)
+
+
+@core_on_jax_only
+def test_keras_core_leaves_out_the_first_batch_of_a_generator_on_jax():
+    # Should this fail, `test_step` need not be refused any longer.
+    model = make_model()
+    model.compile("sgd", "mse", metrics=["mae"])
+    batches = (batch for batch in [(X, Y), (X + 1, Y)])
+    found = model.evaluate(batches, verbose=0)
+    expected = model.evaluate(X + 1, Y, verbose=0)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@core_only
+def test_model_with_its_own_test_step_evaluates_itself_but_on_jax():
+    inputs = keras.Input([3])
+    model = Judged(inputs, keras.layers.Dense(1)(inputs))
+    trainer = Trainer(model, "sgd", "mse", metrics=["mae"])
+    if BACKEND == "jax":
+        with pytest.raises(ValueError, match="Keras Core on JAX"):
+            trainer.evaluate(X, Y, verbose=0)
+        return
+    received = trainer.evaluate(X, Y, verbose=0)
+    expected = model.evaluate(X, Y, verbose=0)
+    np.testing.assert_allclose(received, expected, rtol=1e-5)
+
+
 @core_only
 def test_dense_layer_whose_constraint_would_be_ignored_is_refused():
     model = make_model(kernel_constraint=keras.constraints.NonNeg())

@@ -185,8 +185,19 @@ class Doubled(Doubling, keras.Model):
 class Judged(keras.Model):
     """Evaluates in its own way."""
 
+    fails = False
+
     def test_step(self, *arguments):
-        return super().test_step(*arguments)
+        if self.fails:
+            raise ArithmeticError("of the step")
+        logs = super().test_step(*arguments)
+        if isinstance(logs, tuple):  # on JAX, with the state
+            return doubled(logs[0]), logs[1]
+        return doubled(logs)
+
+
+def doubled(logs):
+    return {f"twice_{name}": 2 * value for name, value in logs.items()}
 
 
 @pytest.mark.parametrize("cls", [Doubled, Judged])
@@ -234,20 +245,94 @@ def test_trainer_s_own_predict_step_decides():
     np.testing.assert_allclose(predicted, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "evaluate",
-    [
-        lambda trainer: trainer.evaluate(X, Y, verbose=0),
-        lambda trainer: trainer.fit(X, Y, validation_data=(X, Y), **ORDER),
-        lambda trainer: trainer.fit(X, Y, validation_split=0.5, **ORDER),
-    ],
-    ids=["evaluate", "validation_data", "validation_split"],
-)
-def test_evaluation_by_a_step_of_the_model_s_own_is_refused(evaluate):
+@pytest.mark.parametrize("return_dict", [False, True])
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_evaluation_is_that_of_the_model_s_own_step(is_trained, return_dict):
+    trainer = trainer_of(make(Judged), "adam", "mse", metrics=["mae"])
+    if is_trained:
+        trainer.fit(X, Y, **ORDER)
+    # A batch of its own is left over, and weights count in Keras's way.
+    options = {
+        "batch_size": 5,
+        "sample_weight": np.arange(8.0),
+        "return_dict": return_dict,
+        "verbose": 0,
+    }
+    received = trainer.evaluate(X, Y, **options)
+    expected = trainer.model.evaluate(X, Y, **options)
+    if return_dict:
+        assert list(received) == list(expected) == ["twice_loss", "twice_mae"]
+        received, expected = received.values(), expected.values()
+    np.testing.assert_allclose(list(received), list(expected), rtol=1e-6)
+
+
+def test_validation_is_that_of_the_model_s_own_step():
+    plain = make(Judged)
+    plain.compile("adam", "mse")
+    options = {"epochs": 2, "validation_data": (X[:5], Y[:5]), **ORDER}
     trainer = trainer_of(make(Judged), "adam", "mse")
-    with pytest.raises(ValueError, match=r"test_step\. Call model\.evaluate"):
-        evaluate(trainer)
-    assert trainer.progress.updates == 0
+    received = trainer.fit(X, Y, **options).history
+    expected = plain.fit(X, Y, **options).history
+    for name in ("loss", "val_twice_loss"):
+        np.testing.assert_allclose(received[name], expected[name], rtol=1e-5)
+
+
+def test_evaluation_by_the_model_s_own_step_is_refused_to_several_processes(
+    monkeypatch,
+):
+    trainer = trainer_of(make(Judged), "adam", "mse")
+    monkeypatch.setattr(trainer._engine._backend, "processes", 2)
+    with pytest.raises(ValueError, match="Judged in 2 processes"):
+        trainer.evaluate(X, Y, verbose=0)
+
+
+def test_callbacks_hear_of_the_batches_that_the_model_evaluates():
+    trainer, told = trainer_of(make(Judged), "adam", "mse"), []
+
+    class Told(keras.callbacks.Callback):
+        def on_test_batch_begin(self, batch, logs=None):
+            told.append(("begin", batch))
+
+        def on_test_batch_end(self, batch, logs=None):
+            told.append(("end", batch, *logs))
+            ops.convert_to_numpy(trainer.model.weights[0])
+
+        def on_test_end(self, logs=None):
+            told.append(("all", *logs))
+
+    trainer.evaluate(X, Y, batch_size=5, callbacks=[Told()], verbose=0)
+    name = "twice_loss"
+    assert told == [
+        ("begin", 0),
+        ("end", 0, name),
+        ("begin", 1),
+        ("end", 1, name),
+        ("all", name),
+    ]
+
+
+@pytest.mark.parametrize("cause", ["step", "data", "callback"])
+def test_model_whose_own_evaluation_fails_keeps_its_values(cause):
+    class Failing(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            if cause == "callback":
+                raise ArithmeticError("of the callback")
+
+    def batches():
+        yield X, Y
+        if cause == "data":
+            raise ArithmeticError("of the data")
+
+    model = make(Judged)
+    model.fails = cause == "step"
+    trainer = trainer_of(model, "adam", "mse")
+    trainer.fit(X, Y, **ORDER)
+    before = [v.copy() for v in model.get_weights()]
+    with pytest.raises(ArithmeticError, match=cause):
+        trainer.evaluate(batches(), callbacks=[Failing()], verbose=0)
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(new, old)
+    trainer.fit(X, Y, **ORDER)
 
 
 def test_compute_loss_of_the_trainer_evaluates_in_the_place_of_a_step():

@@ -1,0 +1,132 @@
+"""Evaluates models whose classes have a way of their own for it.
+
+What a `test_step` computes, and of which examples together, nobody but Keras
+can know: so batches go to `Model.evaluate` as the loader yields them.
+"""
+
+import contextlib
+import warnings
+
+from accumtrainer.keras_api import keras
+from accumtrainer.observers.logs import Logs
+from accumtrainer.window.hooks import overrides
+from accumtrainer.window.objective import metric_variables
+
+
+def evaluates_itself(hooks):
+    """Whether a model evaluates itself, and no Trainer in its place."""
+    steps = ("test_step", "make_test_function")
+    own = any(overrides(hooks.model, step) for step in steps)
+    return own and not hooks.overrides("compute_loss")
+
+
+class OwnEvaluation:
+    """Has a model evaluate the batches of a source.
+
+    Args:
+        model: `keras.Model`, compiled, whose variables are current.
+        dispatcher: `Dispatcher` to tell about it.
+        rest: function to be called after every loader batch, or `None`.
+    """
+
+    def __init__(self, model, dispatcher, rest):
+        self._model = model
+        self._dispatcher = dispatcher
+        self._rest = rest
+        self._failure = None
+
+    def run(self, source):
+        """Evaluate one source.
+
+        Args:
+            source: `Source`.
+
+        Returns:
+            Dict of numbers.
+        """
+        with self._kept_whole(), warnings.catch_warnings():
+            # Of what it does not know the length of, Keras always says so.
+            warnings.filterwarnings("ignore", "Your input ran out of data")
+            return self._model.evaluate(
+                self._batches(source),
+                steps=source.batches_per_epoch,
+                verbose=0,
+                callbacks=[_Telling(self._dispatcher, self._rest)],
+                return_dict=True,
+            )
+
+    @contextlib.contextmanager
+    def _kept_whole(self):
+        """Raise what data raised; leave the model its values all the same.
+
+        On JAX, Keras takes the values out of the variables meanwhile, and
+        does not put them back when something fails.
+        """
+        model = self._model
+        variables = [*model.variables, *metric_variables(model)]
+        values = [variable.value for variable in variables]
+        try:
+            yield
+        except Exception:
+            for variable, value in zip(variables, values, strict=True):
+                if not _has_value(variable):
+                    variable.assign(value)
+            if self._failure is None:
+                raise
+        if self._failure is not None:
+            raise self._failure
+
+    def _batches(self, source):
+        """Yield what Keras hands to the step, until something is wrong.
+
+        An error would come out of TensorFlow as another one.
+        """
+        try:
+            for item in source.iterate(0):
+                (batch,) = source.window([item], None).split()
+                packed = keras.utils.pack_x_y_sample_weight(
+                    *map(
+                        _without_lists, (batch.x, batch.y, batch.sample_weight)
+                    )
+                )
+                yield packed if isinstance(packed, tuple) else (packed,)
+        except Exception as failure:
+            self._failure = failure
+
+
+class _Telling(keras.callbacks.Callback):
+    """Tells a dispatcher of what Keras evaluates."""
+
+    def __init__(self, dispatcher, rest):
+        super().__init__()
+        self._tells = dispatcher
+        self._rest = rest
+
+    def on_test_batch_begin(self, batch, logs=None):
+        """See `Callback`."""
+        self._tells.call("on_test_batch_begin", batch, {})
+
+    def on_test_batch_end(self, batch, logs=None):
+        """See `Callback`."""
+        # On JAX, Keras makes the model current when a callback asks for it.
+        assert self.model is not None
+        logs = dict(logs or {})
+        self._tells.call("on_test_batch_end", batch, Logs(lambda: logs))
+        if self._rest is not None:
+            self._rest()
+
+
+def _without_lists(nest):
+    """Make tuples of lists, which TensorFlow would take for tensors."""
+    if isinstance(nest, dict):
+        return {name: _without_lists(part) for name, part in nest.items()}
+    if isinstance(nest, list | tuple):
+        return tuple(map(_without_lists, nest))
+    return nest
+
+
+def _has_value(variable):
+    try:
+        return variable.value is not None
+    except TypeError:  # Keras asks for an initializer that it has let go
+        return False
