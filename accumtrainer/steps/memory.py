@@ -5,13 +5,16 @@ on TensorFlow the gradients of a batch are tried out. A device that runs out of
 memory all the same gives the window back, and smaller micro-batches are tried.
 """
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from accumtrainer import errors
 from accumtrainer.config import require_count
+from accumtrainer.data.batches import Window
 from accumtrainer.keras_api import ops
+from accumtrainer.keras_api.types import Variable
 
 # Beyond a prediction from two smaller sizes, by how much memory may be less.
 SLACK = 1.1
@@ -24,9 +27,9 @@ class MemoryRow:
     """What updates of one size of micro-batches take.
 
     Args:
-        micro_batch_size: int, samples on each device at a time.
-        micro_batches: int, how many make the update.
-        peak_bytes: int, most memory of a device that an update takes: model,
+        micro_batch_size: samples on each device at a time.
+        micro_batches: how many make the update.
+        peak_bytes: most memory of a device that an update takes: model,
             optimizer, batch, gradients and activations.
     """
 
@@ -52,7 +55,7 @@ class MemoryPlan:
 
     rows: tuple[MemoryRow, ...]
 
-    def __str__(self):
+    def __str__(self) -> str:
         lines = ["micro-batch size  micro-batches  peak memory"]
         lines += [
             f"{row.micro_batch_size:>16}  {row.micro_batches:>13}  "
@@ -62,7 +65,7 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
-def describe_bytes(count):
+def describe_bytes(count: int) -> str:
     """Say how much memory that is.
 
     Example:
@@ -74,7 +77,7 @@ def describe_bytes(count):
     return f"{count / GIB:.2f} GiB"
 
 
-def smaller_size(size, samples):
+def smaller_size(size: int, samples: int) -> int:
     """Choose the size to try after one that is too large: about the half.
 
     Micro-batches of equal size run in one compiled call where that is faster,
@@ -83,8 +86,8 @@ def smaller_size(size, samples):
     Without one it is the half, rounded up, and the last micro-batch differs.
 
     Args:
-        size: int, at least 2.
-        samples: int, those of a window that one device runs.
+        size: at least 2.
+        samples: those of a window that one device runs.
 
     Example:
         >>> smaller_size(125, 1000), smaller_size(25, 300), smaller_size(8, 22)
@@ -99,7 +102,7 @@ def smaller_size(size, samples):
     return half
 
 
-def sizes_of(samples):
+def sizes_of(samples: int) -> list[int]:
     """List the sizes of micro-batches that are tried, the largest first.
 
     Example:
@@ -114,17 +117,19 @@ def sizes_of(samples):
     return sizes
 
 
-def make_memory_plan(window, sizes, *, replicas, predict):
+def make_memory_plan(
+    window: Window,
+    sizes: Sequence[int] | None,
+    *,
+    replicas: int,
+    predict: Callable[[Window], int],
+) -> MemoryPlan:
     """Predict what micro-batches of several sizes take.
 
     Args:
-        window: `Window`.
-        sizes: list of int, `None` for those of `sizes_of`.
-        replicas: int, how many share the window out.
+        sizes: `None` for those of `sizes_of`.
+        replicas: how many share the window out.
         predict: function from a `Window` to bytes.
-
-    Returns:
-        `MemoryPlan`.
     """
     rows = []
     for size in sorted(sizes or sizes_of(-(-window.samples // replicas))):
@@ -140,14 +145,16 @@ def make_memory_plan(window, sizes, *, replicas, predict):
     return MemoryPlan(tuple(rows))
 
 
-def largest_that_fits(sizes, limit, predict):
+def largest_that_fits(
+    sizes: list[int], limit: int, predict: Callable[[int], int]
+) -> tuple[int, int]:
     """Find the largest micro-batches whose updates stay below a limit.
 
     Predicting takes seconds, a line through two predictions nothing: sizes
     that are far beyond the limit by that line are not looked at.
 
     Args:
-        sizes: list of int, the largest first.
+        sizes: the largest first.
         limit: bytes.
         predict: function from a size to bytes.
 
@@ -187,13 +194,13 @@ class Backup:
         variables: list of Keras variables, current.
     """
 
-    def __init__(self, variables):
+    def __init__(self, variables: Iterable[Variable]):
         self._copies = [
             (variable, np.array(ops.convert_to_numpy(variable)))
             for variable in variables
         ]
 
-    def put_back(self):
+    def put_back(self) -> None:
         """Assign the copies."""
         for variable, copy in self._copies:
             variable.assign(copy)

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from accumtrainer.keras_api import flatten_layers
+from accumtrainer.keras_api.types import Model
+from accumtrainer.steps.backend import Backend
 from accumtrainer.steps.memory import describe_bytes
 
 CONVOLUTIONS = frozenset(
@@ -53,7 +55,7 @@ class Plan:
     measured_peak_bytes: int | None = None
     measured_of: Literal["device", "process"] | None = None
 
-    def __str__(self):
+    def __str__(self) -> str:
         words: list[str] = [self.name]
         if self.run_eagerly:
             words.append("eager")
@@ -61,7 +63,7 @@ class Plan:
             words.append("XLA")
         if self.micro_batch_size is not None:
             words.append(f"{self.micro_batch_size} samples at a time")
-        if self.peak_bytes is not None:
+        if self.peak_bytes is not None and self.limit_bytes is not None:
             peak = describe_bytes(self.peak_bytes)
             limit = describe_bytes(self.limit_bytes)
             words.append(f"{peak} of {limit} predicted")
@@ -71,7 +73,14 @@ class Plan:
         return ", ".join(words)
 
 
-def choose_plan(model, operations, backend, *, jit_compile, run_eagerly):
+def choose_plan(
+    model: Model,
+    operations: set[str],
+    backend: Backend,
+    *,
+    jit_compile: bool | Literal["auto"],
+    run_eagerly: bool,
+) -> Plan:
     """Choose the plan that is fastest for a model on a device.
 
     On a CPU, XLA runs convolutions inside a loop many times slower than
@@ -80,14 +89,7 @@ def choose_plan(model, operations, backend, *, jit_compile, run_eagerly):
     has measured fastest.
 
     Args:
-        model: `keras.Model`.
         operations: set of str, the operations of one micro-batch.
-        backend: the backend's functions.
-        jit_compile: `"auto"`, `True` or `False`.
-        run_eagerly: bool.
-
-    Returns:
-        `Plan`.
     """
     if run_eagerly:
         return Plan(name="fused", jit_compile=False, run_eagerly=True)
@@ -103,12 +105,10 @@ def choose_plan(model, operations, backend, *, jit_compile, run_eagerly):
     return Plan(name=name, jit_compile=is_compiled)
 
 
-def should_compile_evaluation(backend, jit_compile):
+def should_compile_evaluation(
+    backend: Backend, jit_compile: bool | Literal["auto"]
+) -> bool:
     """Choose whether XLA compiles evaluation, where nothing loops.
-
-    Args:
-        backend: the backend's functions.
-        jit_compile: `"auto"`, `True` or `False`.
 
     Returns:
         bool. On a CPU, TensorFlow evaluates as fast without waiting for XLA.

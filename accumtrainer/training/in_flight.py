@@ -2,6 +2,8 @@
 
 from collections import deque
 
+from accumtrainer.steps.step import Report
+
 LEAST = 2
 """Windows that may always be in flight: one runs, and one waits for it."""
 
@@ -19,16 +21,16 @@ class InFlight:
     that has one to run and one to go on with is never idle.
     """
 
-    def __init__(self):
-        self._waiting = deque()
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Report, int]] = deque()
         self._bytes = 0
 
-    def add(self, report, size_bytes):
+    def add(self, report: Report, size_bytes: int) -> None:
         """Note a window, and wait until not too many are in flight.
 
         Args:
             report: `Report` of the window.
-            size_bytes: int, what its samples take.
+            size_bytes: what its samples take.
         """
         if size_bytes <= SMALL_BYTES:
             return
@@ -39,7 +41,7 @@ class InFlight:
             report.wait()
             self._bytes -= size_bytes
 
-    def clear(self):
+    def clear(self) -> None:
         """Forget all of them, which may never run after an error."""
         self._waiting.clear()
         self._bytes = 0

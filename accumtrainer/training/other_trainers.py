@@ -3,6 +3,8 @@
 import difflib
 import inspect
 import reprlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from accumtrainer import errors
 from accumtrainer.observers.callback import HOOKS as CALLBACK_HOOKS
@@ -206,12 +208,11 @@ WITHIN_FIT = {
 NOT_BY_NAME = ("self", "model", "others")
 
 
-def check_subclass(trainer_type, base):
+def check_subclass(trainer_type: type, base: type) -> None:
     """Refuse methods of a Trainer's subclass that nobody would call.
 
     Args:
         trainer_type: the class of the Trainer being made.
-        base: `Trainer`.
 
     Raises:
         TypeError: such a method exists; the message names its replacement.
@@ -239,14 +240,17 @@ def check_subclass(trainer_type, base):
 
 
 def refuse_arguments(
-    owner, others, function, *elsewhere, replacements=ARGUMENTS
-):
+    owner: str,
+    others: dict[str, Any],
+    function: Callable[..., Any],
+    *elsewhere: tuple[Callable[..., Any], str],
+    replacements: Mapping[str, str] = ARGUMENTS,
+) -> None:
     """Refuse arguments that a function does not have.
 
     Args:
         owner: what was called, as the user wrote it.
         others: dict of the arguments it does not have.
-        function: the function.
         *elsewhere: pairs of a function that may have them, and how to call
             it, with a place for the argument's name.
         replacements: dict from further arguments to what replaces them.
@@ -268,7 +272,12 @@ def refuse_arguments(
     )
 
 
-def _remedy(name, own, elsewhere, replacements):
+def _remedy(
+    name: str,
+    own: Iterable[str],
+    elsewhere: Iterable[tuple[Callable[..., Any], str]],
+    replacements: Mapping[str, str],
+) -> str:
     """Say in a sentence what to write in the place of an argument."""
     for function, call in elsewhere:
         if name in _parameters(function):
@@ -281,6 +290,6 @@ def _remedy(name, own, elsewhere, replacements):
     return f"Leave {name} out; there are {', '.join(own)}."
 
 
-def _parameters(function):
+def _parameters(function: Callable[..., Any]) -> list[str]:
     names = inspect.signature(function).parameters
     return [name for name in names if name not in NOT_BY_NAME]

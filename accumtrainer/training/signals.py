@@ -3,6 +3,8 @@
 import contextlib
 import signal
 import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from accumtrainer import errors
 
@@ -22,19 +24,19 @@ class Interruption:
         arrived: number of the signal that has arrived here, or `None`.
     """
 
-    def __init__(self, names=(), *, is_agreed=False):
+    def __init__(self, names: Iterable[str] = (), *, is_agreed: bool = False):
         self._numbers = [signal.SIGINT, *(signal.Signals[n] for n in names)]
         self._is_agreed = is_agreed
-        self.arrived = None
-        self._pending = None
+        self.arrived: int | None = None
+        self._pending: int | None = None
 
     @property
-    def is_pending(self):
+    def is_pending(self) -> bool:
         """Whether a signal is being held back."""
         return self._pending is not None
 
     @contextlib.contextmanager
-    def deferred(self):
+    def deferred(self) -> "Iterator[Interruption]":
         """Hold signals back inside this block; a second Ctrl-C acts at once.
 
         Does nothing outside the main thread, where no signals arrive. What
@@ -52,15 +54,15 @@ class Interruption:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def agree(self, number):
+    def agree(self, number: int) -> None:
         """Heed a signal that has arrived in one of the processes.
 
         Args:
-            number: int, 0 for none.
+            number: 0 for none.
         """
         self._pending = signal.Signals(number) if number else None
 
-    def check(self):
+    def check(self) -> None:
         """Raise what was held back.
 
         Raises:
@@ -74,7 +76,7 @@ class Interruption:
         if number is not None:
             raise errors.Preempted(128 + number)
 
-    def _remember(self, number, frame):
+    def _remember(self, number: int, frame: Any) -> None:
         del frame
         if number == self.arrived == signal.SIGINT:
             raise KeyboardInterrupt

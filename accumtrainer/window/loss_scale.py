@@ -7,14 +7,18 @@ between the floor and the ceiling of `LossScale`, which keeps a run of bad
 windows from driving it to zero and a run of good ones to infinity.
 """
 
+from accumtrainer.config import LossScale
 from accumtrainer.keras_api import flatten_layers, ops
+from accumtrainer.keras_api.types import Model, Tensor
 
 
-def restored_scale(scale, options, *, was_scaled):
+def restored_scale(
+    scale: float, options: LossScale | None, *, was_scaled: bool
+) -> float:
     """Choose the loss scale to go on with, where options may have changed.
 
     Args:
-        scale: float, the scale that was saved.
+        scale: the scale that was saved.
         options: `LossScale` now, or `None` where the loss is not scaled.
         was_scaled: whether it was scaled when that was saved.
 
@@ -34,7 +38,9 @@ def restored_scale(scale, options, *, was_scaled):
     return min(max(scale, options.minimum), options.maximum)
 
 
-def next_scale(scale, good_windows, is_finite, options):
+def next_scale(
+    scale: Tensor, good_windows: Tensor, is_finite: Tensor, options: LossScale
+) -> tuple[Tensor, Tensor]:
     """Move the loss scale after one window.
 
     Args:
@@ -42,7 +48,6 @@ def next_scale(scale, good_windows, is_finite, options):
         good_windows: scalar tensor, int32, finite windows since the scale
             last moved.
         is_finite: scalar tensor, bool, whether this window's gradient was.
-        options: `LossScale`.
 
     Returns:
         Pair of scalar tensors: the new scale and the new `good_windows`.
@@ -59,7 +64,7 @@ def next_scale(scale, good_windows, is_finite, options):
     )
 
 
-def computes_in_float16(model):
+def computes_in_float16(model: Model) -> bool:
     """Whether a layer of a model computes in float16."""
     return any(
         layer.compute_dtype == "float16" for layer in flatten_layers(model)

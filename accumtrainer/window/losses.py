@@ -7,6 +7,7 @@ the sum of sample weights. The classes here let Keras do the whole computation
 """
 
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from accumtrainer.keras_api import (
     ops,
     tree,
 )
+from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
 from accumtrainer.layers import describe_layer
 
 
@@ -73,7 +75,7 @@ class CompiledPart(NamedTuple):
     """One of the losses of `Model.compile`, of one micro-batch.
 
     Attributes:
-        name: str, under which Keras logs it where there are several.
+        name: under which Keras logs it where there are several.
         loss: `WeightedLoss`, or `BareLoss` where it reduced by itself.
         coefficient: its `loss_weights`, a number or a variable.
     """
@@ -88,7 +90,7 @@ class BareLoss(NamedTuple):
 
     Attributes:
         value: scalar tensor.
-        origin: str, what it comes from, for messages.
+        origin: what it comes from, for messages.
     """
 
     value: Any
@@ -107,8 +109,13 @@ class CompiledLoss:
         output_names: list of str, or `None` where the model has no names.
     """
 
-    def __init__(self, loss, loss_weights=None, output_names=None):
-        self._measured = []
+    def __init__(
+        self,
+        loss: Nest,
+        loss_weights: Nest = None,
+        output_names: list[str] | None = None,
+    ):
+        self._measured: list[WeightedLoss | BareLoss] = []
         self._board = _LossBoard(output_names)
         self._compute = compile_losses(
             self._board,
@@ -116,24 +123,23 @@ class CompiledLoss:
             _complete_weights(loss, loss_weights),
         )
 
-    def _wrap(self, leaf):
+    def _wrap(self, leaf: Any) -> "_Measuring | None":
         return None if leaf is None else _Measuring(leaf, self._measured)
 
     @property
-    def variables(self):
+    def variables(self) -> list[Variable]:
         """Variables in which Keras tracks the losses, read by nobody."""
         return [v for metric in self._board.metrics for v in metric.variables]
 
-    def __call__(self, y, y_pred, sample_weight=None):
+    def __call__(
+        self, y: Nest, y_pred: Nest, sample_weight: Nest = None
+    ) -> list[CompiledPart]:
         """Evaluate every output's loss with its denominator.
 
         Args:
             y: nest of tensors, the targets.
             y_pred: nest of tensors, the predictions, masks attached.
             sample_weight: nest of tensors, or `None`.
-
-        Returns:
-            List of `CompiledPart`.
         """
         self._measured.clear()
         paired = self._compute(y, y_pred, sample_weight)
@@ -152,7 +158,7 @@ class CompiledLoss:
 class _LossBoard(keras.Model):
     """A model without layers that lends `compile` and `compute_loss`."""
 
-    def __init__(self, output_names):
+    def __init__(self, output_names: list[str] | None):
         super().__init__()
         if output_names is not None:
             self.output_names = list(output_names)
@@ -161,12 +167,19 @@ class _LossBoard(keras.Model):
 class _Measuring(keras.losses.Loss):
     """A loss that reduces as Keras does and keeps what it has seen."""
 
-    def __init__(self, identifier, measured):
+    def __init__(
+        self, identifier: Any, measured: list[WeightedLoss | BareLoss]
+    ):
         super().__init__(name=_loss_name(identifier))
         self._identifier = identifier
         self._measured = measured
 
-    def __call__(self, y_true, y_pred, sample_weight=None):
+    def __call__(
+        self,
+        y_true: Tensor,
+        y_pred: Tensor,
+        sample_weight: Tensor | None = None,
+    ) -> Tensor:
         loss = _resolve_loss(self._identifier, y_true, y_pred)
         self._measured.append(measure(loss, y_true, y_pred, sample_weight))
         return ops.zeros(())  # the sum is not Keras's to make
@@ -175,14 +188,14 @@ class _Measuring(keras.losses.Loss):
 class _KeptValues(keras.losses.Loss):
     """Another loss, which keeps its values before they are reduced."""
 
-    def __init__(self, loss):
+    def __init__(self, loss: Any):
         super().__init__(
             name=loss.name, reduction=loss.reduction, dtype=loss.dtype
         )
         self._loss = loss
-        self.values = None
+        self.values: Tensor = None
 
-    def call(self, y_true, y_pred):
+    def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         self.values = self._loss.call(y_true, y_pred)
         return self.values
 
@@ -190,16 +203,21 @@ class _KeptValues(keras.losses.Loss):
 class _CountedValues(keras.losses.Loss):
     """Ones in the shape of some loss's values, summed under the same mask."""
 
-    def __init__(self, values, dtype):
+    def __init__(self, values: Tensor, dtype: Any):
         super().__init__(name="count", reduction="sum", dtype=dtype)
         self._values = values
 
-    def call(self, y_true, y_pred):
+    def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         ones = ops.ones(ops.shape(self._values), dtype=self.dtype)
         return copy_mask(self._values, ones)
 
 
-def measure(loss, y_true, y_pred, sample_weight=None):
+def measure(
+    loss: Any,
+    y_true: Tensor,
+    y_pred: Tensor,
+    sample_weight: Tensor | None = None,
+) -> "WeightedLoss | BareLoss":
     """Evaluate a Keras loss together with what it was divided by.
 
     Args:
@@ -241,7 +259,7 @@ def measure(loss, y_true, y_pred, sample_weight=None):
     )
 
 
-def count_samples(nest):
+def count_samples(nest: Nest) -> Tensor:
     """Count the samples of a batch, the length of its first axis.
 
     Args:
@@ -254,7 +272,9 @@ def count_samples(nest):
     return ops.cast(ops.shape(leaf)[0], "float32")
 
 
-def added_losses(model, of_activity=()):
+def added_losses(
+    model: Model, of_activity: Iterable[Tensor] = ()
+) -> tuple[list[tuple[str, Any]], Tensor | None]:
     """Collect what layers added to the loss in the last call of a model.
 
     Activity regularizers are means over samples where Keras divides them by
@@ -281,13 +301,13 @@ def added_losses(model, of_activity=()):
     return kinds, _sum_scalars([_as_scalar(v) for v in penalties])
 
 
-def _added_kind(loss, is_activity):
+def _added_kind(loss: Tensor, is_activity: bool) -> str:
     if is_activity:
         return "activity" if ACTIVITY_LOSSES_ARE_MEANS else "sum"
     return "bare" if len(loss.shape) == 0 else "sum"
 
 
-def _origin_of_added(model, loss):
+def _origin_of_added(model: Model, loss: Tensor) -> str:
     """Say which layer has added a loss, of those that Keras lists it for."""
     owners = [
         layer
@@ -298,15 +318,15 @@ def _origin_of_added(model, loss):
     return f"add_loss of {describe_layer(owner)}"
 
 
-def _as_scalar(loss):
+def _as_scalar(loss: Tensor) -> Tensor:
     return ops.sum(ops.cast(loss, "float32"))
 
 
-def _sum_scalars(scalars):
+def _sum_scalars(scalars: list[Tensor]) -> Tensor | None:
     return sum(scalars[1:], start=scalars[0]) if scalars else None
 
 
-def _as_coefficient(weight):
+def _as_coefficient(weight: Any) -> Any:
     """Turn a loss weight into a float, unless it is one that may change."""
     if weight is None:
         return 1.0
@@ -314,7 +334,7 @@ def _as_coefficient(weight):
     return float(weight) if is_constant else weight
 
 
-def _complete_weights(loss, loss_weights):
+def _complete_weights(loss: Nest, loss_weights: Nest) -> Nest:
     """Give every loss of a dict a weight, and refuse weights of no loss."""
     if loss_weights is None:
         return None
@@ -338,7 +358,7 @@ def _complete_weights(loss, loss_weights):
     return loss_weights
 
 
-def _loss_name(identifier):
+def _loss_name(identifier: Any) -> str:
     """Name a loss as Keras does where its output has no name."""
     if isinstance(identifier, str):
         if identifier.lower() in ("crossentropy", "ce"):
@@ -348,13 +368,13 @@ def _loss_name(identifier):
     name = getattr(identifier, "name", None)
     if name:
         return name
-    name = getattr(identifier, "__name__", type(identifier).__name__)
+    name = str(getattr(identifier, "__name__", type(identifier).__name__))
     name = re.sub(r"\W+", "", name)
     name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
     return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
 
 
-def find_loss(identifier, y_true, y_pred):
+def find_loss(identifier: Any, y_true: Any, y_pred: Any) -> Any:
     """Find the loss that `compile` would use for these.
 
     Args:
@@ -370,13 +390,13 @@ def find_loss(identifier, y_true, y_pred):
     return keras.losses.get(identifier)
 
 
-def _resolve_loss(identifier, y_true, y_pred):
+def _resolve_loss(identifier: Any, y_true: Tensor, y_pred: Nest) -> Any:
     """Turn what `compile` accepts into a `keras.losses.Loss`."""
     loss = find_loss(identifier, y_true, y_pred)
     return loss if isinstance(loss, keras.losses.Loss) else _FunctionLoss(loss)
 
 
-def _crossentropy_name(y_true, y_pred):
+def _crossentropy_name(y_true: Any, y_pred: Any) -> str:
     """Tell which crossentropy fits, by the rule `Model.compile` states."""
     if y_pred.shape[-1] == 1:
         return "binary_crossentropy"
@@ -388,17 +408,17 @@ def _crossentropy_name(y_true, y_pred):
 class _FunctionLoss(keras.losses.Loss):
     """A function `(y_true, y_pred) -> values`, reduced as Keras reduces it."""
 
-    def __init__(self, loss_fn):
+    def __init__(self, loss_fn: Callable[..., Tensor]):
         super().__init__(name=_loss_name(loss_fn))
         self._loss_fn = loss_fn
 
-    def call(self, y_true, y_pred):
+    def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         if tree.is_nested(y_true) or tree.is_nested(y_pred):
             return self._loss_fn(y_true, y_pred)
         return self._loss_fn(*_match_ranks(y_true, y_pred))
 
 
-def _match_ranks(y_true, y_pred):
+def _match_ranks(y_true: Tensor, y_pred: Tensor) -> tuple[Tensor, Tensor]:
     """Drop or add a last axis of 1 where ranks differ by one, as Keras does."""
     difference = len(y_true.shape) - len(y_pred.shape)
     if difference == 1 and y_true.shape[-1] == 1:

@@ -4,6 +4,7 @@ import warnings
 
 from accumtrainer import errors
 from accumtrainer.keras_api import flatten_layers
+from accumtrainer.keras_api.types import Model
 
 
 class Trainable:
@@ -16,11 +17,11 @@ class Trainable:
         model: `keras.Model`, built.
     """
 
-    def __init__(self, model):
+    def __init__(self, model: Model):
         self._variables = list(model.trainable_variables)
         self._layers = [(v, v.trainable) for v in flatten_layers(model)]
 
-    def difference(self, model):
+    def difference(self, model: Model) -> str | None:
         """Say how a model differs from what it was, `None` if it does not."""
         now, before = model.trainable_variables, self._variables
         if list(map(id, now)) != list(map(id, before)):
@@ -37,7 +38,7 @@ class Trainable:
         return None
 
 
-def warn_of_nothing_to_train(model):
+def warn_of_nothing_to_train(model: Model) -> None:
     """Warn where a model has no weights that training would move."""
     if not model.trainable_variables:
         message = errors.NOTHING_TO_TRAIN.format(model=model.name)

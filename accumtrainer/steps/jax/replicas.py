@@ -6,6 +6,8 @@ rows, or copied, each having all of them.
 
 import collections
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +17,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from accumtrainer import errors
+from accumtrainer.data.batches import Batch
+from accumtrainer.keras_api.types import Nest, Tensor, Variable
 from accumtrainer.steps.jax.programs import scope_of
+from accumtrainer.window.replicas import Shares
 
 # Up to how many numbers an array is exchanged together with others. Joining
 # copies, so that a large one is left alone; where that pays was not measured.
@@ -37,8 +42,10 @@ class JaxReplicas:
             there is one device.
     """
 
-    def __init__(self, distribution=None):
-        self._mesh = self._axis = self.everywhere = None
+    def __init__(self, distribution: Any = None):
+        self._mesh: Any = None
+        self._axis: Any = None
+        self.everywhere: Any = None
         self.count = self.processes = 1
         if distribution is not None:
             self._mesh = distribution.device_mesh.backend_mesh
@@ -48,7 +55,7 @@ class JaxReplicas:
             self.everywhere = NamedSharding(self._mesh, Spec())
         self.is_chief = self.processes == 1 or jax.process_index() == 0
 
-    def gather(self, numbers):
+    def gather(self, numbers: Sequence[float]) -> np.ndarray:
         """Let every process know some numbers of all.
 
         Args:
@@ -59,7 +66,7 @@ class JaxReplicas:
         """
         return multihost_utils.process_allgather(np.asarray(numbers, "float32"))
 
-    def place(self, shares, *, is_own=False):
+    def place(self, shares: Shares, *, is_own: bool = False) -> Shares:
         """Put the rows of a window where their replicas are.
 
         Args:
@@ -80,7 +87,7 @@ class JaxReplicas:
             self._put(shares.copied, Spec()),
         )
 
-    def spread(self, batch):
+    def spread(self, batch: Batch) -> Batch:
         """Put the rows of a batch on several devices, if that can be.
 
         Args:
@@ -94,7 +101,7 @@ class JaxReplicas:
             return batch
         return self._put(batch, Spec(self._axis))
 
-    def copy(self, array):
+    def copy(self, array: Tensor) -> Tensor:
         """Copy an array to all devices, unless it is on them."""
         if self._mesh is None or (
             array.sharding.device_set == set(self._mesh.devices.flat)
@@ -102,7 +109,12 @@ class JaxReplicas:
             return array
         return self._put(array, Spec())
 
-    def sum(self, function, shares, variables):
+    def sum(
+        self,
+        function: Callable[..., Any],
+        shares: Shares,
+        variables: list[Variable],
+    ) -> Nest:
         """Run a function on every replica, and add up what they return.
 
         Args:
@@ -117,7 +129,7 @@ class JaxReplicas:
         """
         current = [v.value for v in variables]
 
-        def run(arrays, shares):
+        def run(arrays: list[Tensor], shares: Shares) -> Nest:
             replica = jax.lax.axis_index(self._axis).astype("int32")
             with scope_of(variables, arrays):
                 outcome = function(replica, shares)
@@ -132,7 +144,7 @@ class JaxReplicas:
             check_vma=False,
         )(current, shares)
 
-    def _add_up(self, nest):
+    def _add_up(self, nest: Nest) -> Nest:
         """Add up the arrays of all replicas, small ones together.
 
         Between processes every array is an exchange of its own, even where
@@ -163,10 +175,10 @@ class JaxReplicas:
         return jax.tree.unflatten(structure, leaves)
 
     @property
-    def _rows_of_shares(self):
+    def _rows_of_shares(self) -> Any:
         return Spec(None, self._axis)
 
-    def _put_own(self, nest):
+    def _put_own(self, nest: Nest) -> Nest:
         """Put arrays of which each process has its own rows `[k, m, ...]`."""
         if self._has_replica_of_processes:
             raise ValueError(errors.REPLICA_OF_PROCESSES)
@@ -177,7 +189,7 @@ class JaxReplicas:
         )
 
     @functools.cached_property
-    def _has_replica_of_processes(self):
+    def _has_replica_of_processes(self) -> bool:
         axis = self._mesh.axis_names.index(self._axis)
         replicas = np.moveaxis(self._mesh.devices, axis, 0)
         return any(
@@ -185,7 +197,7 @@ class JaxReplicas:
             for devices in replicas.reshape(self.count, -1)
         )
 
-    def _put(self, nest, spec):
+    def _put(self, nest: Nest, spec: Any) -> Any:
         """Put arrays that all processes have onto the devices."""
         sharding = NamedSharding(self._mesh, spec)
         if jax.process_count() == 1:

@@ -2,13 +2,15 @@
 
 import contextlib
 import functools
+from typing import Any
 
 import tensorflow as tf
 
 from accumtrainer.keras_api import tree
+from accumtrainer.keras_api.types import Nest, Tensor
 
 
-def next_batch(iterator):
+def next_batch(iterator: Any) -> Nest:
     """Return the next batch that `Model.fit` would train on.
 
     A part that a generator leaves out arrives as an empty optional.
@@ -21,14 +23,14 @@ def next_batch(iterator):
     )
 
 
-def next_batches(iterator, count):
+def next_batches(iterator: Any, count: int) -> tuple[list[Nest] | None, Nest]:
     """Take the next batches that `Model.fit` would train on.
 
     Where only their sizes can differ, one compiled call takes them all.
 
     Args:
         iterator: what `fit` hands over.
-        count: int, how many to take if there are as many.
+        count: how many to take if there are as many.
 
     Returns:
         Pair: list of at least one batch, and `None`; or `None`, and a
@@ -55,7 +57,7 @@ def next_batches(iterator, count):
     ], None
 
 
-def _can_join(spec):
+def _can_join(spec: Any) -> bool:
     """Whether the batches of an iterator differ in nothing but their sizes."""
     return all(
         isinstance(leaf, tf.TensorSpec)
@@ -65,7 +67,7 @@ def _can_join(spec):
     )
 
 
-def _take_one_by_one(iterator, count):
+def _take_one_by_one(iterator: Any, count: int) -> list[Nest]:
     batches = [next_batch(iterator)]
     with contextlib.suppress(StopIteration):
         while len(batches) < count:
@@ -74,12 +76,12 @@ def _take_one_by_one(iterator, count):
 
 
 @functools.partial(tf.function, autograph=False, reduce_retracing=True)
-def _take_joined(iterator, count):
+def _take_joined(iterator: Any, count: Tensor) -> tuple[Tensor, Nest]:
     """Join up to `count` batches row by row, and return their sizes."""
     spec = iterator.element_spec
     leaf_specs = tf.nest.flatten(spec)
 
-    def step(index, optional, arrays, sizes):
+    def step(index: Tensor, optional: Any, arrays: Any, sizes: Any) -> tuple:
         leaves = tf.nest.flatten(optional.get_value())
         arrays = [
             a.write(index, v) for a, v in zip(arrays, leaves, strict=True)

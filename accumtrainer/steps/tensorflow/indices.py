@@ -4,10 +4,14 @@ Without XLA, TensorFlow on a CPU refuses an id that an embedding has no row for,
 and a label that is no class. XLA takes another row, or makes a loss of NaN.
 """
 
+from typing import Any
+
 import tensorflow as tf
 
+from accumtrainer.keras_api.types import Tensor
 
-def indexing(graph):
+
+def indexing(graph: Any) -> list[tuple[Any, Tensor, int]]:
     """Find the operations of a graph that look something up by indices.
 
     Those of functions that the graph calls or loops over are not among them.
@@ -35,6 +39,6 @@ def indexing(graph):
     return found
 
 
-def is_outside(indices, size):
+def is_outside(indices: Tensor, size: int) -> Tensor:
     """Tell whether any index is none of `0 .. size - 1`, scalar bool."""
     return tf.reduce_any((indices < 0) | (indices >= size))

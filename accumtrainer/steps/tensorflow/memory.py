@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import tensorflow as tf
 
@@ -23,11 +24,11 @@ class Peak:
         RuntimeError: the system does not tell.
     """
 
-    def __init__(self, devices):
+    def __init__(self, devices: list[str]):
         self._devices = devices
         self.bytes = 0
 
-    def __enter__(self):
+    def __enter__(self) -> "Peak":
         for device in self._devices:
             tf.config.experimental.reset_memory_stats(device)
         if not self._devices:
@@ -38,14 +39,14 @@ class Peak:
         self._before = self._read("current", "VmRSS")
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: Any) -> None:
         after = self._read("peak", "VmHWM")
         self.bytes = max(
             late - early
             for late, early in zip(after, self._before, strict=True)
         )
 
-    def _read(self, of_device, of_process):
+    def _read(self, of_device: str, of_process: str) -> list[int]:
         if self._devices:
             read = tf.config.experimental.get_memory_info
             return [read(device)[of_device] for device in self._devices]

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -10,6 +11,7 @@ import optree
 import tensorflow as tf
 
 from accumtrainer.data.batches import ALIGNMENT, empty_for_device
+from accumtrainer.keras_api.types import Nest, Tensor
 from accumtrainer.steps.tensorflow.replicas import outside_of_strategies
 
 MANY_SHAPES = 4
@@ -29,24 +31,24 @@ class XlaShapes:
     """The shapes that XLA compiles for: the first few of each kind.
 
     Args:
-        limit: int, how many; `None` for all.
+        limit: how many; `None` for all.
         warn: function that is given the latest shapes once there are many.
     """
 
-    def __init__(self, limit, warn):
+    def __init__(self, limit: int | None, warn: Callable[..., None]):
         self._limit = limit
         self._warn = warn
-        self._seen = {}
+        self._seen: dict[str, list[str]] = {}
 
-    def admit(self, kind, leaves):
+    def admit(self, kind: str, leaves: list[Any]) -> bool:
         """Decide whether XLA compiles a function for what it is given.
 
         Args:
-            kind: str, what all such arguments have in common.
+            kind: what all such arguments have in common.
             leaves: list of arrays or tensors.
 
         Returns:
-            bool, the same whenever such shapes come again.
+            The same whenever such shapes come again.
         """
         seen = self._seen.setdefault(kind, [])
         shapes = str([tuple(leaf.shape) for leaf in leaves])
@@ -60,7 +62,7 @@ class XlaShapes:
         return True
 
     @contextlib.contextmanager
-    def on_trial(self):
+    def on_trial(self) -> Iterator[None]:
         """Make a scope that admits all shapes, and forgets them."""
         limit, seen = self._limit, self.as_dict()
         self._limit = sys.maxsize
@@ -70,11 +72,11 @@ class XlaShapes:
             self._limit = limit
             self.load(seen)
 
-    def as_dict(self):
+    def as_dict(self) -> dict[str, list[str]]:
         """Return what has been admitted, dict of lists of str."""
         return {kind: list(shapes) for kind, shapes in self._seen.items()}
 
-    def load(self, seen):
+    def load(self, seen: dict[str, list[str]]) -> None:
         """Go on from what `as_dict` returned."""
         self._seen = {kind: list(shapes) for kind, shapes in seen.items()}
 
@@ -93,25 +95,31 @@ class Compiled:
     Args:
         function: function of whether it is traced for XLA, a bool, and of
             nests of tensors.
-        jit_compile: bool, whether XLA may compile it.
+        jit_compile: whether XLA may compile it.
         shapes: `XlaShapes`, for which XLA does.
-        is_outside: bool, whether only a part that the function compiles
-            itself is for XLA.
-        shares_memory: bool, whether to compute with arrays where they are.
+        is_outside: whether only a part that the function compiles itself is for
+            XLA.
+        shares_memory: whether to compute with arrays where they are.
     """
 
     def __init__(
-        self, function, jit_compile, shapes, *, is_outside, shares_memory
+        self,
+        function: Callable[..., Any],
+        jit_compile: bool,
+        shapes: XlaShapes,
+        *,
+        is_outside: bool,
+        shares_memory: bool,
     ):
         self._function = function
         self._jit_compile = jit_compile
         self._shapes = shapes
         self._is_outside = is_outside
         self._to_tensor = to_tensor if shares_memory else tf.convert_to_tensor
-        self._programs = {}
-        self._functions = {}
+        self._programs: dict[tuple, Callable[..., Nest]] = {}
+        self._functions: dict[tuple, Any] = {}
 
-    def expect(self, calls):
+    def expect(self, calls: Sequence[tuple]) -> None:
         """Trace one program for calls to come, whose shapes differ.
 
         The first of them would be traced by itself, for its own shape alone.
@@ -131,7 +139,7 @@ class Compiled:
                 program = self._trace(specs, treedef, uses_xla=False)
             self._programs |= dict.fromkeys(strangers, program)
 
-    def __call__(self, *arguments):
+    def __call__(self, *arguments: Nest) -> Nest:
         leaves, treedef = optree.tree_flatten(cast(Any, arguments))
         key = _key(leaves, treedef)
         with outside_of_strategies():
@@ -142,13 +150,15 @@ class Compiled:
                 self._programs[key] = program
             return program(*map(self._to_tensor, leaves))
 
-    def _uses_xla(self, leaves, treedef):
+    def _uses_xla(self, leaves: list[Any], treedef: Any) -> bool:
         if not self._jit_compile:
             return False
         kind = f"{treedef} {[_kind(leaf) for leaf in leaves]}"
         return self._shapes.admit(kind, leaves)
 
-    def _trace(self, leaves, treedef, uses_xla):
+    def _trace(
+        self, leaves: Sequence[Any], treedef: Any, uses_xla: bool
+    ) -> Any:
         # What reduces retracing joins shapes of different ranks into one of
         # unknown rank, with which a loss can do nothing.
         structure = treedef, uses_xla, *(len(leaf.shape) for leaf in leaves)
@@ -162,26 +172,26 @@ class Compiled:
         specs = map(to_spec, leaves)
         return self._functions[structure].get_concrete_function(*specs)
 
-    def _run(self, treedef, uses_xla, *leaves):
+    def _run(self, treedef: Any, uses_xla: bool, *leaves: Any) -> Nest:
         return self._function(uses_xla, *optree.tree_unflatten(treedef, leaves))
 
 
-def _key(leaves, treedef):
+def _key(leaves: list[Any], treedef: Any) -> tuple:
     return (treedef, *((leaf.shape, leaf.dtype) for leaf in leaves))
 
 
-def _kind(leaf):
+def _kind(leaf: Any) -> tuple[int, str]:
     return len(leaf.shape), tf.as_dtype(leaf.dtype).name
 
 
-def _joint_spec(leaves):
+def _joint_spec(leaves: Sequence[Any]) -> Any:
     """Describe tensors of one rank and type, whatever their sizes."""
     sizes = zip(*(leaf.shape for leaf in leaves), strict=True)
     shape = [n if {n} == set(others) else None for n, *others in sizes]
     return tf.TensorSpec(shape, leaves[0].dtype)
 
 
-def to_tensor(leaf):
+def to_tensor(leaf: Any) -> Tensor:
     """Make a tensor of an array, which shares the memory of large windows.
 
     Nobody writes to that any more. `tf.convert_to_tensor` would copy it, and
@@ -199,10 +209,10 @@ def to_tensor(leaf):
     return tf.experimental.dlpack.from_dlpack(leaf.__dlpack__())
 
 
-def _can_share(dtype):
+def _can_share(dtype: np.dtype) -> bool:
     return dtype.kind in "iuf" and dtype.isnative
 
 
-def to_spec(leaf):
+def to_spec(leaf: Any) -> Any:
     """Describe an array or tensor by shape and type, `None` by `None`."""
     return None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype)

@@ -8,6 +8,9 @@ import atexit
 import contextlib
 import functools
 import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -15,6 +18,8 @@ import tensorflow as tf
 from accumtrainer import errors
 from accumtrainer.data.batches import map_leaves
 from accumtrainer.keras_api import keras, strategy_of, tree
+from accumtrainer.keras_api.types import Nest, Tensor, Variable
+from accumtrainer.window.replicas import Shares
 
 LINGER_SECS = 1.0
 """How long a process stays when its program has ended."""
@@ -34,7 +39,7 @@ class TensorFlowReplicas:
             they are no variables while a replica runs.
     """
 
-    def __init__(self, strategy=None):
+    def __init__(self, strategy: Any = None):
         self._strategy = strategy
         self.count = strategy.num_replicas_in_sync if strategy else 1
         members = _members(strategy)
@@ -45,9 +50,10 @@ class TensorFlowReplicas:
             self._index = members.index((resolver.task_type, resolver.task_id))
             _linger_at_exit()
         self.is_chief = self._index == 0
-        self._reading, self.moving = [], []
+        self._reading: list[tuple[Variable, Tensor]] = []
+        self.moving: list[Variable] = []
 
-    def gather(self, numbers):
+    def gather(self, numbers: Sequence[float]) -> np.ndarray:
         """Let every process know some numbers of all.
 
         Args:
@@ -63,8 +69,8 @@ class TensorFlowReplicas:
         return self._add_up(tf.constant(rows)).numpy()
 
     @functools.cached_property
-    def _add_up(self):
-        def add_up(rows):
+    def _add_up(self) -> Callable[..., Nest]:
+        def add_up(rows: Tensor) -> Tensor:
             every = self._strategy.run(tf.identity, (rows,))
             return self._strategy.reduce("SUM", every, axis=None)
 
@@ -72,7 +78,7 @@ class TensorFlowReplicas:
         signature = [tf.TensorSpec([self.processes, None])]
         return tf.function(add_up, autograph=False, input_signature=signature)
 
-    def own(self, shares):
+    def own(self, shares: Shares) -> Shares:
         """Take the rows that this process's replicas run.
 
         Args:
@@ -84,14 +90,14 @@ class TensorFlowReplicas:
         if self.processes == 1:
             return shares
 
-        def take(leaf):
+        def take(leaf: Any) -> Tensor:
             size = leaf.shape[1] // self.processes
             return leaf[:, self._index * size : (self._index + 1) * size]
 
         split = tuple(map_leaves(take, batch) for batch in shares.split)
         return shares._replace(split=split)
 
-    def read(self, variable):
+    def read(self, variable: Variable) -> Tensor:
         """Read a variable that has one value for all replicas.
 
         The variables of Keras's metrics are in parts, which whoever reads them
@@ -104,7 +110,7 @@ class TensorFlowReplicas:
         part = strategy_of(value).experimental_local_results(value)[0]
         return part * _parts_of(value, part.dtype)
 
-    def write(self, variable, tensor):
+    def write(self, variable: Variable, tensor: Tensor) -> None:
         """Assign a variable, so that all replicas know its one value."""
         value = variable.value
         if not _is_in_parts(value):
@@ -115,14 +121,14 @@ class TensorFlowReplicas:
             # To read it, as `assign` does otherwise, is an exchange.
             copy.assign(tf.cast(part, copy.dtype), read_value=False)
 
-    def holding(self, variables):
+    def holding(self, variables: list[Variable]) -> AbstractContextManager:
         """Make a scope in which those in parts are read without exchanges."""
         in_parts = [v for v in variables if _is_in_parts(v.value)]
         if not in_parts:
             return contextlib.nullcontext()
         return keras.StatelessScope([(v, self.read(v)) for v in in_parts])
 
-    def scope(self):
+    def scope(self) -> AbstractContextManager:
         """Make a scope in which variables have a copy on every replica.
 
         Raises:
@@ -140,7 +146,15 @@ class TensorFlowReplicas:
             )
         return self._strategy.scope()
 
-    def sum(self, function, shares, *, reading, moving, jit_compile):
+    def sum(
+        self,
+        function: Callable[..., Any],
+        shares: Shares,
+        *,
+        reading: list[Variable],
+        moving: Sequence[Variable],
+        jit_compile: bool,
+    ) -> Nest:
         """Run a function on every replica, and add up what they return.
 
         What it writes to variables is forgotten.
@@ -152,7 +166,7 @@ class TensorFlowReplicas:
             reading: list of the Keras variables it only reads; others that
                 it reads have one value for all replicas.
             moving: list of the Keras variables it may write to.
-            jit_compile: bool, whether XLA compiles it.
+            jit_compile: whether XLA compiles it.
 
         Returns:
             The nest of sums.
@@ -164,7 +178,12 @@ class TensorFlowReplicas:
         @functools.partial(
             tf.function, jit_compile=jit_compile, autograph=False
         )
-        def run(replica, shares, read, moved):
+        def run(
+            replica: Tensor,
+            shares: Shares,
+            read: list[Tensor],
+            moved: list[Tensor],
+        ) -> Nest:
             self._reading = list(zip(reading, read, strict=True))
             self.moving = list(moving)
             try:
@@ -173,7 +192,7 @@ class TensorFlowReplicas:
             finally:
                 self._reading, self.moving = [], []
 
-        def run_on_replica(shares, moved):
+        def run_on_replica(shares: Shares, moved: list[Tensor]) -> Nest:
             replica = _replica_index()
             split = tree.map_structure(
                 lambda leaf: _share_of(leaf, replica % size, size),
@@ -202,7 +221,7 @@ class TensorFlowReplicas:
             self._strategy.run(run_on_replica, (shares, moved)), self._strategy
         )
 
-    def scope_of(self, values):
+    def scope_of(self, values: Iterable[Tensor]) -> AbstractContextManager:
         """Make a scope in which what moves on a replica has other values."""
         if not self.moving:
             return contextlib.nullcontext()
@@ -212,7 +231,7 @@ class TensorFlowReplicas:
         )
 
 
-def outside_of_strategies():
+def outside_of_strategies() -> AbstractContextManager:
     """Make a scope that is in no strategy's, wherever the caller is.
 
     Programs say themselves what runs on which replica. Amid a strategy's scope
@@ -225,14 +244,14 @@ def outside_of_strategies():
 
 
 @functools.cache
-def _context_without_strategy():
+def _context_without_strategy() -> Any:
     # Scopes belong to graphs: a new one is in none.
     with tf.Graph().as_default():
         return tf.distribute.get_replica_context()
 
 
 @functools.cache
-def _linger_at_exit():
+def _linger_at_exit() -> None:
     """Have this process wait before it leaves.
 
     Its last answer to another one may be on its way, and would be lost: the
@@ -241,7 +260,7 @@ def _linger_at_exit():
     atexit.register(time.sleep, LINGER_SECS)
 
 
-def _members(strategy):
+def _members(strategy: Any) -> list[tuple[str, Any]]:
     """List the processes of a strategy, pairs of their job and index."""
     resolver = strategy and strategy.cluster_resolver
     cluster = resolver and resolver.cluster_spec()
@@ -253,25 +272,25 @@ def _members(strategy):
     ]
 
 
-def _is_in_parts(value):
+def _is_in_parts(value: Any) -> bool:
     """Whether a variable's value is what its copies make together."""
     return isinstance(value, tf.distribute.DistributedValues) and (
         value.synchronization == tf.VariableSynchronization.ON_READ
     )
 
 
-def _parts_of(value, dtype):
+def _parts_of(value: Any, dtype: Any) -> Tensor:
     is_sum = value.aggregation == tf.VariableAggregation.SUM
     count = strategy_of(value).num_replicas_in_sync if is_sum else 1
     return tf.cast(count, dtype)
 
 
-def _replica_index():
+def _replica_index() -> Tensor:
     context = tf.distribute.get_replica_context()
     return tf.cast(context.replica_id_in_sync_group, "int32")
 
 
-def _share_of(leaf, replica, count):
+def _share_of(leaf: Any, replica: Tensor, count: int) -> Tensor | None:
     """Take a replica's rows of `[k, count * m, ...]`."""
     if leaf is None:
         return None
@@ -282,7 +301,7 @@ def _share_of(leaf, replica, count):
     return share
 
 
-def _sum(outcome, strategy):
+def _sum(outcome: Nest, strategy: Any) -> Nest:
     """Add up a nest of values of each replica, in one reduction per dtype.
 
     Args:
@@ -313,7 +332,7 @@ def _sum(outcome, strategy):
     return tree.pack_sequence_as(outcome, [sums[i] for i in range(len(sums))])
 
 
-def _summed_as(dtype):
+def _summed_as(dtype: Any) -> Any:
     """Choose a dtype that TensorFlow can add up over devices."""
     if not dtype.is_bool and not dtype.is_integer:
         return dtype
