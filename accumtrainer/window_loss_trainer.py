@@ -5,8 +5,9 @@ from typing import Any
 from accumtrainer import errors
 from accumtrainer.config import Accumulation
 from accumtrainer.data.batches import Batch
-from accumtrainer.keras_api import compiled_arguments, keras, ops, tree
+from accumtrainer.keras_api import compiled_arguments, keras
 from accumtrainer.trainer import Trainer
+from accumtrainer.window.gradient_cache import in_float32
 from accumtrainer.window.hooks import Info
 from accumtrainer.window.losses import WeightedLoss, count_samples
 
@@ -104,19 +105,13 @@ class WindowLossTrainer(Trainer):
 
     def compute_loss(self, batch: Batch, info: Info) -> WeightedLoss:
         """Compute the loss of examples that are alone in their window."""
-        embeddings = self.float_embeddings(batch, info)
+        embeddings = in_float32(self.embed(batch, info))
         loss = self.window_loss(embeddings, batch._replace(x=None), info)
         return WeightedLoss(
             loss,
             None if info.training else count_samples(batch.x),
             self.outputs_of(embeddings),
             is_uniform=True,
-        )
-
-    def float_embeddings(self, batch, info):
-        """Embed a micro-batch, in float32 whatever the model computes in."""
-        return tree.map_structure(
-            lambda leaf: ops.cast(leaf, "float32"), self.embed(batch, info)
         )
 
     def outputs_of(self, embeddings):

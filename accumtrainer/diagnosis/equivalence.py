@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +14,8 @@ from accumtrainer.keras_api import flatten_layers, is_overwritten, keras, ops
 from accumtrainer.keras_api.types import Model, Variable
 from accumtrainer.layers import computing_in, describe_layer, owners_of
 from accumtrainer.steps import Plan, Step
-from accumtrainer.steps.backend import Backend
-from accumtrainer.window.hooks import Hooks
 from accumtrainer.window.objective import is_random_state
+from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.program import WindowProgram
 
 MOST_ROWS = 8
@@ -89,26 +88,25 @@ class EquivalenceCheck:
     """Computes the gradients of a batch in several ways, without effect.
 
     Args:
-        make_program: function of the options in which a `WindowProgram` is to
-            differ from that of the training; returns it, built.
+        parts: whose windows they are, with a backend that trains nothing
+            else.
+        trials: what finds out by trial.
         jit_compile: whether XLA compiles.
         tolerance: largest error that counts as rounding.
     """
 
     def __init__(
         self,
-        hooks: Hooks,
-        make_program: Callable[..., WindowProgram],
-        backend: Backend,
+        parts: WindowParts,
         trials: Trials,
         *,
         jit_compile: bool,
         tolerance: float,
     ):
+        self._parts = parts
         self._trials = trials
-        self._hooks = hooks
-        self._make_program = make_program
-        self._backend = backend
+        self._hooks = parts.hooks
+        self._backend = parts.backend
         self._plan = Plan(name="streamed", jit_compile=jit_compile)
         self._tolerance = tolerance
 
@@ -124,6 +122,7 @@ class EquivalenceCheck:
             return self._run(window, whole)
 
     def _run(self, window: Window, whole: Window) -> Equivalence:
+        self._micro_batch = window.split()[0]
         way = self._way()
         big = way.gradients(whole)
         errors = _errors(way, way.gradients(window), big)
@@ -139,8 +138,9 @@ class EquivalenceCheck:
         return replace(found, reasons=reasons or (UNKNOWN,))
 
     def _way(self, **options: Any) -> "_Way":
-        program = self._make_program(**options)
-        return _Way(self._hooks, program, self._backend, self._plan)
+        program = WindowProgram(replace(self._parts, **options))
+        program.learn(self._micro_batch)
+        return _Way(self._parts, program, self._plan)
 
     def _differs(self, way: "_Way", window: Window, whole: Window) -> bool:
         found = _errors(way, way.gradients(window), way.gradients(whole))
@@ -242,13 +242,12 @@ class EquivalenceCheck:
 class _Way:
     """One way to compute gradients, which leaves everything as it was."""
 
-    def __init__(
-        self, hooks: Hooks, program: WindowProgram, backend: Backend, plan: Plan
-    ):
-        self.model = hooks.model
-        self._program = program
-        self._backend = backend
-        self._step = Step(program, backend, plan)
+    def __init__(self, parts: WindowParts, program: WindowProgram, plan: Plan):
+        self.model = parts.model
+        self._micro_batches = parts.state.micro_batches
+        self._backend = parts.backend
+        self._variables = program.variables
+        self._step = Step(program, parts.backend, plan)
 
     def gradients(
         self,
@@ -285,7 +284,7 @@ class _Way:
                 if np.array_equal(ops.convert_to_numpy(variable), value):
                     continue
                 is_random = is_random_state(variable) or (
-                    variable is self._program.micro_batches
+                    variable is self._micro_batches
                 )
                 (random if is_random else others).append(variable)
         return random, others
@@ -297,7 +296,7 @@ class _Way:
         # Layers may move what is trained, too.
         moved = [
             *self.model.trainable_variables,
-            *self._program.moved_by_micro_batches,
+            *self._variables.moved_by_passes,
         ]
         values = [(v, np.array(ops.convert_to_numpy(v))) for v in moved]
         try:
@@ -311,7 +310,8 @@ class _Way:
         _, gradients, _ = self._step.gradients(window)
         gradients = [np.array(ops.convert_to_numpy(g)) for g in gradients]
         self._backend.publish()
-        self._program.count_micro_batches(window.micro_batches)
+        counter = self._micro_batches
+        counter.assign(counter.value + window.micro_batches)
         return gradients
 
 

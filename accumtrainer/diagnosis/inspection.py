@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,13 +12,10 @@ from accumtrainer.data.batches import Batch, Window
 from accumtrainer.keras_api import flatten_layers, ops, tree
 from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
 from accumtrainer.steps import make_backend
-from accumtrainer.window.hooks import Hooks, Info, collect_logs
-from accumtrainer.window.objective import (
-    Objective,
-    metric_variables,
-    total_loss,
-)
-from accumtrainer.window.state import Scratch, TrainingState
+from accumtrainer.window.hooks import Info, collect_logs
+from accumtrainer.window.objective import Objective, total_loss, unique
+from accumtrainer.window.parts import WindowParts
+from accumtrainer.window.state import Scratch
 
 MOST_ROWS = 8
 """Rows of an input that are named."""
@@ -136,29 +133,21 @@ class Replay:
     """Runs windows again, operation by operation, with nothing kept.
 
     Args:
-        tracked: list of variables that hooks may read or write.
+        parts: whose windows they are; they run on a backend of their own.
     """
 
-    def __init__(
-        self, hooks: Hooks, state: TrainingState, *, tracked: Sequence[Variable]
-    ):
-        self._hooks = hooks
-        self._model = hooks.model
-        self._state = state
-        self._tracked = list(tracked)
-        self._objective = Objective(hooks)
+    def __init__(self, parts: WindowParts):
+        self._parts = parts
+        self._hooks = parts.hooks
+        self._model = parts.model
+        self._state = parts.state
+        self._objective = Objective(parts.hooks)
         self._backend = make_backend(run_eagerly=True)
 
     @property
-    def variables(self) -> list[Variable]:
+    def all_variables(self) -> list[Variable]:
         """Every variable that a window reads or writes, each once."""
-        variables = [
-            *self._model.variables,
-            *metric_variables(self._model),
-            *self._tracked,
-            *self._state.variables,
-        ]
-        return list({id(v): v for v in variables}.values())
+        return unique([*self._model.variables, *self._parts.variables])
 
     def inspect(
         self, window: Window, *, loss_scale: float, micro_batches_before: int
@@ -204,7 +193,7 @@ class Replay:
         def replay(
             batches: list[Batch], count: Tensor, before: Tensor
         ) -> Tensor:
-            with Scratch(self.variables):
+            with Scratch(self.all_variables):
                 self._state.micro_batches.assign(before)
                 for position, batch in enumerate(batches):
                     info = self._info(position, count, loss_scale)

@@ -30,12 +30,13 @@ from accumtrainer.diagnosis.verdicts import (
 )
 from accumtrainer.keras_api import flatten_layers, ops, tree
 from accumtrainer.keras_api.types import Layer, Model, Nest, Tensor, Variable
-from accumtrainer.steps import make_backend, should_compile_evaluation
-from accumtrainer.window.hooks import Hooks, Info, collect_logs
-from accumtrainer.window.objective import is_random_state, metric_variables
+from accumtrainer.steps import should_compile_evaluation
+from accumtrainer.window.hooks import Info, collect_logs
+from accumtrainer.window.objective import is_random_state, unique
+from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.passes import Passes
-from accumtrainer.window.replicas import Share
-from accumtrainer.window.state import Scratch, TrainingState
+from accumtrainer.window.state import Scratch
+from accumtrainer.window.weighing import Share
 
 MOST_ROWS = 16
 """Rows of a group, which are enough to tell."""
@@ -81,37 +82,24 @@ class Trials:
     """Runs rows of a window without effect.
 
     Args:
-        tracked: list of variables that hooks may read or write.
+        parts: whose windows they are; `training` is chosen for each run.
     """
 
     def __init__(
         self,
-        hooks: Hooks,
-        state: TrainingState,
+        parts: WindowParts,
         *,
-        tracked: Sequence[Variable] = (),
         jit_compile: bool | Literal["auto"] = "auto",
-        run_eagerly: bool = False,
     ):
-        self._hooks = hooks
-        self._model = hooks.model
-        self._state = state
-        self._tracked = list(tracked)
-        self._backend = make_backend(run_eagerly=run_eagerly)
-        self._jit_compile = should_compile_evaluation(
-            self._backend, jit_compile
-        )
+        self.parts = parts
+        self._hooks = parts.hooks
+        self._model = parts.model
+        self.jit_compile = should_compile_evaluation(parts.backend, jit_compile)
 
     @property
-    def variables(self) -> list[Variable]:
+    def all_variables(self) -> list[Variable]:
         """Every variable that a run reads or writes, each once."""
-        variables = [
-            *self._model.variables,
-            *metric_variables(self._model),
-            *self._tracked,
-            *self._state.variables,
-        ]
-        return list({id(v): v for v in variables}.values())
+        return unique([*self._model.variables, *self.parts.variables])
 
     def coupling_layers(self, window: Window, *, training: bool) -> list[Layer]:
         """Find the layer that first makes rows depend on each other.
@@ -209,18 +197,12 @@ class _Runner:
         self._operations = operations
         self._rows = rows
         self._training = training
-        self._hooks = trials._hooks
-        self._state = trials._state
-        self._variables = trials.variables
-        self._backend = trials._backend
-        self._passes = Passes(
-            trials._hooks,
-            trials._state,
-            trials._backend,
-            loss_scale=None,
-            tracked=trials._tracked,
-            training=training,
-        )
+        parts = replace(trials.parts, training=training)
+        self._hooks = parts.hooks
+        self._state = parts.state
+        self._variables = trials.all_variables
+        self._backend = parts.backend
+        self._passes = Passes(parts)
         self._trials = trials
         self._compiled: dict[tuple[str, int], Callable[..., Nest]] = {}
         self._traced: dict[int, _Traced] = {}
@@ -319,7 +301,7 @@ class _Runner:
         key = function.__name__, len(groups)  # each knows of one shape alone
         if key not in self._compiled:
             self._compiled[key] = self._backend.compile(
-                function, self._trials, jit_compile=self._trials._jit_compile
+                function, self._trials, jit_compile=self._trials.jit_compile
             )
         try:
             return tree.map_structure(
@@ -371,7 +353,7 @@ class _Runner:
             draws = any(
                 v.value is not value
                 for v, value in zip(random, before, strict=True)
-            ) or any(map(is_random_state, scope.strangers_written.values()))
+            ) or any(map(is_random_state, scope.others_written.values()))
         losses = measured.losses
         self._traced[size // self._rows] = _Traced(
             origins=[loss.origin for loss in losses],

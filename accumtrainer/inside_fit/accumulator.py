@@ -15,9 +15,11 @@ What is relied on, and watched by
 which every `fit` begins with, is where what an error has left is put back.
 """
 
+import functools
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -28,6 +30,7 @@ from accumtrainer.data.batches import Batch, Window, count_samples
 from accumtrainer.diagnosis.bare_losses import check_bare_losses
 from accumtrainer.diagnosis.moving_state import notes_of_state
 from accumtrainer.diagnosis.trials import Trials
+from accumtrainer.inside_fit.fit_logs import late_logs, show_in_metrics
 from accumtrainer.inside_fit.fit_state import make_fit_state
 from accumtrainer.inside_fit.groups import Group, Groups, check_dense
 from accumtrainer.keras_api import (
@@ -37,13 +40,7 @@ from accumtrainer.keras_api import (
     ops,
 )
 from accumtrainer.progress import Progress
-from accumtrainer.steps import (
-    BatchwiseProgram,
-    BatchwiseStep,
-    choose_plan,
-    late_logs,
-    make_backend,
-)
+from accumtrainer.steps import Step, choose_plan, make_backend
 from accumtrainer.training.construction import (
     check_options,
     resolve_loss_scale,
@@ -55,6 +52,7 @@ from accumtrainer.window.hooks import (
     HookContext,
     Hooks,
 )
+from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.program import WindowProgram
 from accumtrainer.window.state import Scratch, TrainingState
 from accumtrainer.window.trainable import Trainable, warn_of_nothing_to_train
@@ -112,6 +110,13 @@ class FitAccumulator(Hooks):
         )
         initial_scale = self.loss_scale.initial if self.loss_scale else 1.0
         self._state = TrainingState(seed=0, loss_scale=initial_scale)
+        self._parts = WindowParts(
+            hooks=self,
+            state=self._state,
+            backend=self._backend,
+            loss_scale=self.loss_scale,
+            combine=accumulation.combine,
+        )
         self._fit_state = make_fit_state(self._backend, model)
         self._train_function = self._fit_state.make_train_function(self._run)
         self._train_function_before = None
@@ -190,7 +195,7 @@ class FitAccumulator(Hooks):
         if self._scaled_by is None:
             self._take_scale()  # not earlier: a callback may have restored it
         if self._program is not None:
-            self._program.start_epoch(epoch)
+            self._program.variables.start_epoch(epoch)
         self._state.epoch.assign(epoch)
         self._epoch = epoch
         self._open = 0  # micro-batches of the open window that have run
@@ -255,7 +260,7 @@ class FitAccumulator(Hooks):
         if self._is_first_group:
             self._prepare(group.batches()[0])
             self._is_first_group = False
-        self._fit_state.settle(self._shown)
+        self._fit_state.settle(self._program.variables)
         self._is_running = True
         self._counting.add(len(group), group.samples)
         while len(group):
@@ -303,7 +308,7 @@ class FitAccumulator(Hooks):
         if self._held:
             report = self._step.run(Group(self._held).window())
         else:
-            report = self._step.apply(self._open)
+            report = self._step.apply_open(self._open)
         self._open, self._held = 0, []
         self._note(report)
 
@@ -318,35 +323,31 @@ class FitAccumulator(Hooks):
         if self._program is not None:
             self._program.learn(batch)
             self._can_stream = self._program.can_stream
-            self._check_bare_losses(self._program.losses, batch)
+            self._check_bare_losses(self._program.survey.losses, batch)
             return
         check_dense(batch)
         self._backend.publish()
         self._build_model(batch)
         warn_of_nothing_to_train(self.model)
-        program = WindowProgram(
-            self,
-            self._state,
-            self._backend,
-            combine=self.accumulation.combine,
-            loss_scale=self.loss_scale,
-            tracked=[],
-        )
-        program.build(batch)
-        self._check_bare_losses(program.losses, batch)
+        program = WindowProgram(self._parts)
+        program.learn(batch)
+        survey = program.survey
+        self._check_bare_losses(survey.losses, batch)
         plan = choose_plan(
             self.model,
-            program.operations,
+            survey.operations,
             self._backend,
             jit_compile=self.model.jit_compile,
             run_eagerly=self.model.run_eagerly,
         )
         self._is_fused = plan.name == "fused"
         self._can_stream = program.can_stream
-        self._shown = BatchwiseProgram(program)
-        self._step = BatchwiseStep(self._shown, self._backend, plan)
+        # While `fit` has the state, nothing can be made any more.
+        program.variables.make_accumulators()
+        show = functools.partial(show_in_metrics, program)
+        self._step = Step(program, self._backend, plan, show)
         steps = self._steps_of_window()
-        for note in notes_of_state(self.model, program.moved, steps):
+        for note in notes_of_state(self.model, survey.moved, steps):
             self._announce(note)
         self._program = program
         self._trains = _identity(self.model)
@@ -363,8 +364,9 @@ class FitAccumulator(Hooks):
 
         def find_trials():
             self._backend.publish()
+            backend = make_backend(run_eagerly=self.model.run_eagerly)
             trials = Trials(
-                self, self._state, run_eagerly=self.model.run_eagerly
+                replace(self._parts, backend=backend, loss_scale=None)
             )
             window = Window(None, (batch,), (count_samples(batch),))
             return trials.judge_losses(window)

@@ -24,8 +24,8 @@ class FitState:
         """
         return run
 
-    def settle(self, program):
-        """Let a program go on from the state that `fit` has handed over."""
+    def settle(self, variables):
+        """Let a program's variables go on from what `fit` has handed over."""
 
     def leave(self):
         """Make current what `fit` does not know of, between its epochs."""
@@ -76,11 +76,11 @@ class HandedState:
             self._received[id(variable)] = array
             variable.assign(array)
 
-    def settle(self, program):
+    def settle(self, variables):
         """See `FitState`."""
         if self._is_settled:
             return
-        self._holder = self._backend.hold(program, self._received)
+        self._holder = self._backend.hold(variables, self._received)
         places = {id(v): i for i, v in enumerate(self._holder.variables)}
         found = iter([places.get(id(v)) for v in self._variables])
         self._state = tuple(

@@ -10,25 +10,18 @@ from typing import Any
 from accumtrainer import errors
 from accumtrainer.keras_api import BACKEND
 from accumtrainer.steps.backend import Backend
-from accumtrainer.steps.batchwise import (
-    BatchwiseProgram,
-    BatchwiseStep,
-    late_logs,
-)
 from accumtrainer.steps.plan import Plan, choose_plan, should_compile_evaluation
-from accumtrainer.steps.step import CLOCKS, EvaluationStep, Report, Step
+from accumtrainer.steps.report import CLOCKS, Report
+from accumtrainer.steps.step import EvaluationStep, Step
 
 __all__ = [
     "CLOCKS",
     "Backend",
-    "BatchwiseProgram",
-    "BatchwiseStep",
     "EvaluationStep",
     "Plan",
     "Report",
     "Step",
     "choose_plan",
-    "late_logs",
     "make_backend",
     "should_compile_evaluation",
 ]

@@ -16,20 +16,29 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 
 from accumtrainer.data.batches import Batch
+from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
 from accumtrainer.window.replicas import Shares
-
-Tensor = Any
-Nest = Any
-Variable = Any
-Model = Any
 
 
 class HasVariables(Protocol):
-    """What is compiled: an object that lists the variables it may change."""
+    """Whose functions are compiled: it lists what variables they change."""
 
     @property
-    def variables(self) -> list[Variable]:
+    def all_variables(self) -> list[Variable]:
         """Every variable that compiled functions read or change, each once."""
+
+
+class Compiled(Protocol):
+    """A compiled function of nests of tensors or arrays."""
+
+    def __call__(self, *arguments: Nest) -> Nest:
+        """Run it."""
+
+    def peak_bytes(self, *arguments: Nest) -> int:
+        """Predict the most memory of a device that a call takes.
+
+        Asked only where the backend `predicts_memory`.
+        """
 
 
 class Backend(abc.ABC):
@@ -140,23 +149,16 @@ class Backend(abc.ABC):
         program: HasVariables,
         *,
         jit_compile: bool,
-    ) -> Callable[..., Nest]:
+    ) -> Compiled:
         """Compile a function of tensors that may change variables.
 
         Args:
             function: takes nests of tensors and returns one.
             program: the function changes only its variables.
             jit_compile: whether XLA compiles it.
-
-        Returns:
-            Function of the same arguments, arrays or tensors. Where
-            `predicts_memory`, its attribute `peak_bytes` is a function of
-            them too.
         """
 
-    def expect(
-        self, function: Callable[..., Nest], calls: Sequence[tuple]
-    ) -> None:
+    def expect(self, function: Compiled, calls: Sequence[tuple]) -> None:
         """Prepare a compiled function for arguments of different shapes."""
         del function, calls  # a program has one shape
 

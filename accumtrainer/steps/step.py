@@ -1,420 +1,264 @@
 """Runs windows by a plan and hands back numbers that are read late."""
 
 import functools
+from collections.abc import Callable, Hashable
+from itertools import starmap
+from typing import Any
 
 import numpy as np
 
-from accumtrainer.keras_api import ops
-from accumtrainer.window.passes import join_uses
+from accumtrainer.data.batches import Batch, Window
+from accumtrainer.keras_api.types import Nest, Tensor
+from accumtrainer.steps.backend import Backend, Compiled
+from accumtrainer.steps.plan import Plan
+from accumtrainer.steps.report import Report, pack
+from accumtrainer.window.evaluation import EvaluationProgram
+from accumtrainer.window.gradients import Uses, join_uses
+from accumtrainer.window.program import Outcome, WindowProgram
 from accumtrainer.window.replicas import join_parts, share_out
-
-CLOCKS = (
-    "learning_rate",
-    "gradient_norm",
-    "loss_scale",
-    "updates",
-    "skipped_updates",
-)
-"""What every log carries beside losses and metrics."""
-
-MICRO_BATCH_NUMBERS = ("loss", "weight", "gradient_norm", "gradient_weight")
-"""What is known of a micro-batch; the gradient's only if it is measured."""
-
-
-class Report:
-    """The numbers of one window, on the device until somebody looks.
-
-    Args:
-        layout: `_Layout` of the packed values.
-        packed: what a compiled function returned.
-        micro_batches: list of k tensors `[n]` or one tensor `[k, n]`: the
-            first n `MICRO_BATCH_NUMBERS` of each micro-batch.
-        join: function that makes such rows of those that replicas return, or
-            `None`.
-    """
-
-    def __init__(self, layout, packed, micro_batches, join=None):
-        self._layout = layout
-        self._packed = packed
-        self._micro_batches = micro_batches
-        self._join = join
-        self._numbers = None
-
-    def wait(self):
-        """Wait until the window has run."""
-        np.asarray(self._packed["int"])
-
-    def section(self, name):
-        """Read `"window"`, `"running"` or `"counters"` as Python numbers."""
-        if self._numbers is None:
-            self._numbers = self._layout.read(self._packed)
-        return self._layout.unpack(name, self._numbers)
-
-    def has(self, name):
-        """Whether a section is there; without waiting for the device."""
-        return self._layout.has(name)
-
-    def tensors(self, name):
-        """Return a section's names without waiting for the device.
-
-        Returns:
-            Dict from name to `None` for a number, or else to the tensor.
-        """
-        return self._layout.tensors(name, self._packed)
-
-    def window_logs(self):
-        """Read what this window alone was like, dict of numbers."""
-        counters = self.section("counters")
-        return self.section("window") | {
-            "applied": bool(counters["applied"]),
-            "updates": counters["updates"],
-            "skipped_updates": counters["skipped_updates"],
-        }
-
-    def running(self):
-        """Read the epoch so far as one of its windows shows it.
-
-        A window's loss that is not finite is shown, although the running
-        mean has forgotten that window: `TerminateOnNaN` looks for it here.
-        Where there are no means yet, the window's losses are shown.
-
-        Returns:
-            Dict of numbers.
-        """
-        logs = self.section("running")
-        if self.has("window"):
-            window = self.section("window")
-            if not np.isfinite(window["loss"]):
-                logs["loss"] = window["loss"]
-            logs |= {
-                name: window[name]
-                for name, value in logs.items()
-                if name in window and np.all(np.isnan(value))
-            }
-        return logs
-
-    def running_logs(self):
-        """Read `running` and the clocks, dict of numbers."""
-        return self.running() | self._clocks()
-
-    def epoch_logs(self):
-        """Read the epoch so far and the clocks, dict of numbers.
-
-        Windows that were skipped are forgotten; the loss is NaN if all were.
-        """
-        return self.section("running") | self._clocks()
-
-    def _clocks(self):
-        window = self.window_logs()
-        return {name: window[name] for name in CLOCKS}
-
-    def micro_batches(self):
-        """Read `MICRO_BATCH_NUMBERS`, dict from name to array `[k]`."""
-        rows = self._micro_batches
-        if isinstance(rows, list):
-            rows = [np.asarray(row) for row in rows]
-        rows = np.asarray(rows)
-        if self._join is not None:
-            rows = self._join(rows)
-        columns = rows.T
-        return dict(zip(MICRO_BATCH_NUMBERS, columns, strict=False))
-
-
-class _Layout:
-    """Packs many scalars into one tensor of each kind, and back."""
-
-    def __init__(self):
-        self._places = {}
-
-    def pack(self, sections):
-        """Pack `{section: {name: tensor}}`; runs while tracing."""
-        kinds = {"float": [], "int": [], "other": []}
-        for section, values in sections.items():
-            places = self._places.setdefault(section, {})
-            for name, value in values.items():
-                value = ops.convert_to_tensor(value)
-                kind = _kind(value)
-                places[name] = (kind, len(kinds[kind]))
-                kinds[kind].append(value)
-        packed = {"other": kinds["other"]}
-        if kinds["float"]:
-            packed["float"] = ops.stack(
-                [ops.cast(v, "float32") for v in kinds["float"]]
-            )
-        if kinds["int"]:
-            packed["int"] = ops.stack(kinds["int"])
-        return packed
-
-    def has(self, section):
-        """Whether a section was packed."""
-        return section in self._places
-
-    def tensors(self, section, packed):
-        """Return a section's tensors by name, `None` for each number."""
-        return {
-            name: packed["other"][place] if kind == "other" else None
-            for name, (kind, place) in self._places[section].items()
-        }
-
-    def read(self, packed):
-        """Wait for what `pack` made, and bring it to the host."""
-        return {
-            kind: [np.asarray(value) for value in values]
-            if kind == "other"
-            else np.asarray(values).tolist()
-            for kind, values in packed.items()
-        }
-
-    def unpack(self, section, numbers):
-        """Return a section of what was read, `{name: number}`."""
-        return {
-            name: numbers[kind][place]
-            for name, (kind, place) in self._places[section].items()
-        }
-
-
-def _kind(value):
-    if len(value.shape) != 0:
-        return "other"
-    dtype = str(value.dtype)
-    return "int" if "int32" in dtype and "uint" not in dtype else "float"
 
 
 class Step:
-    """Consumes windows, one update each.
+    """Consumes windows, one update each; or micro-batches, as they come.
+
+    Compiled functions are called from `run` itself where that can be: an
+    update has few frames between `fit` and its program, and so has an error.
 
     Args:
-        program: `WindowProgram`, built.
-        backend: the backend's functions.
-        plan: `Plan`.
+        program: what a window computes; it has learnt from a first batch.
+        backend: runs it.
+        plan: by which.
+        show: called while tracing with what every window tells, for others
+            who keep it in variables of theirs.
     """
 
-    def __init__(self, program, backend, plan):
+    def __init__(
+        self,
+        program: WindowProgram,
+        backend: Backend,
+        plan: Plan,
+        show: Callable[[Outcome], None] = lambda outcome: None,
+    ):
         self._program = program
         self._backend = backend
         self._plan = plan
-        self._layouts = {}
+        self._show = show
         self._constant = functools.cache(
-            lambda number, dtype: backend.constant(np.asarray(number, dtype))
+            lambda number, dtype="int32": backend.constant(
+                np.asarray(number, dtype)
+            )
         )
-        self._compile = lambda function: backend.compile(
-            function, program, jit_compile=plan.jit_compile
-        )
-        self._functions = {}
-        self._revision = program.revision
+        self._functions: dict[Hashable, Compiled] = {}
+        self._revision = program.variables.revision
+        self._used: list[Uses] = []  # by each micro-batch of the open window
 
-    def run(self, window):
+    def run(self, window: Window) -> Report:
         """Run one window.
-
-        Args:
-            window: `Window`.
-
-        Returns:
-            `Report`.
 
         Raises:
             DataError: see `Backend.check`.
         """
-        report = self._run(window)
+        if self._backend.replicas > 1 or self._is_fused(window):
+            function, argument, join = self._whole(window)
+            packed, rows = function(argument)
+            report = Report(packed, rows, **join)
+        else:
+            function, calls, used = self._stream(window, window.split())
+            rows, marks = zip(*starmap(function, calls), strict=True)
+            apply = self._apply(window.is_even, join_uses([*used, *marks]))
+            packed = apply(self._constant(window.micro_batches))
+            report = Report(packed, list(rows))
         self._backend.check()
         return report
 
-    def _run(self, window):
-        if self._backend.replicas > 1:
-            shares, indices = self._share_out(window)
-            join = functools.partial(
-                join_parts, indices=indices, losses=self._program.losses
-            )
-            return self._run_fused(self._program.run_shares, shares, join)
-        if window.is_even and self._is_fused(window):
-            return self._run_fused(self._program.run_window, window.stacked)
-        return self._run_streamed(window)
+    # A window whose micro-batches come one by one.
 
-    def _share_out(self, window):
-        shares, indices = share_out(window, self._backend.replicas)
-        is_own = window.processes > 1
-        return self._backend.place(shares, is_own=is_own), indices
+    def add(self, batch: Batch, index: int, micro_batches: int) -> Report:
+        """Run one micro-batch of a window that stays open.
 
-    def _is_fused(self, window):
-        # Nothing loops over a single micro-batch.
-        return self._plan.name == "fused" or window.micro_batches == 1
-
-    def _run_fused(self, run_whole, argument, join=None):
-        packed, rows = self._fused_function(run_whole)(argument)
-        return Report(self.layout("window"), packed, rows, join)
-
-    def _fused_function(self, run_whole):
-        layout = self.layout("window")
-
-        def run(argument):
-            report = run_whole(argument)
-            rows = report.pop("per_micro_batch")
-            return layout.pack(report), rows
-
-        measures = self._program.measures_gradients
-        return self.function(("window", measures), run)
-
-    def peak_bytes(self, window):
-        """Predict the most memory of a device that a window takes.
+        Accumulators must have been made.
 
         Args:
-            window: `Window`; it is not applied.
+            batch: arrays `[m, ...]`.
+            index: its place in the window.
+            micro_batches: k.
 
         Returns:
-            int: model and optimizer, batch, gradients and activations.
+            Of the epoch so far, and of nothing else.
         """
-        backend, program = self._backend, self._program
-        if not backend.predicts_memory:
-            return backend.measure_peak(
-                lambda: self.gradients(window), program.variables
-            )
-        if backend.replicas > 1:
-            shares, _ = self._share_out(window)
-            return self._fused_function(program.run_shares).peak_bytes(shares)
-        if window.is_even and self._is_fused(window):
-            fused = self._fused_function(program.run_window)
-            return fused.peak_bytes(window.stacked)
-        program.make_accumulators()
-        is_even, count = window.is_even, self._count(window)
-        batches = window.split()[:1]
-        indices = [self._constant(0, "int32")]
-        totals = self._totals(batches, indices, count, is_even)
-        (ahead,), _ = self._look_ahead(batches, indices, count)
-        return max(
-            self._micro_batch_function(is_even).peak_bytes(
-                batches[0], indices[0], count, totals, ahead
-            ),
-            self._apply_function(is_even, program.all_used).peak_bytes(count),
-        )
+        program = self._program
 
-    def _run_streamed(self, window):
-        is_even, count = window.is_even, self._count(window)
-        rows, used = self._accumulate(window)
-        packed = self._apply_function(is_even, used)(count)
-        return Report(self.layout("window"), packed, rows)
+        def run(batch, index, count):
+            _, used = program.run_micro_batch(batch, index, count, None, True)
+            running = program.running_logs_with(index + 1)
+            return self._pack({"running": running}), used
 
-    def _apply_function(self, is_even, used):
-        layout = self.layout("window")
+        add = self.function("add", run)
+        count = self._constant(micro_batches)
+        packed, used = add(batch, self._constant(index), count)
+        self._used = [*self._used, used] if index else [used]
+        return Report(packed)
 
-        def apply(count):
-            return layout.pack(self._program.apply(count, is_even, used))
+    def apply_open(self, micro_batches: int) -> Report:
+        """Apply the micro-batches that `add` has run, so many."""
+        apply = self._apply(True, join_uses(self._used))
+        report = Report(apply(self._constant(micro_batches)))
+        self._backend.check()
+        return report
 
-        return self.function(("apply", is_even, used), apply)
+    # What is asked without an update.
 
-    def gradients(self, window):
+    def gradients(
+        self, window: Window
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Compute the gradients of a window, and apply nothing.
 
-        Args:
-            window: `Window`.
-
         Returns:
-            Triple: the loss without regularization, a scalar tensor; the
-            gradients, list of tensors, float32; and the loss and the weight
-            of each micro-batch, list of tensors `[2]`.
+            Triple: the loss without regularization; the gradients, float32;
+            and the packed numbers of each micro-batch.
         """
+        function, calls, _ = self._stream(window, window.split())
+        rows = [function(*call)[0] for call in calls]
         is_even = window.is_even
-        rows, _ = self._accumulate(window)
 
         def take(count):
             return self._program.take_gradients(count, is_even)
 
         take = self.function(("take", is_even), take)
-        return (*take(self._count(window)), rows)
+        return (*take(self._constant(window.micro_batches)), rows)
 
-    def _count(self, window):
-        return self._constant(window.micro_batches, "int32")
+    def peak_bytes(self, window: Window) -> int:
+        """Predict the most memory of a device that a window takes.
 
-    def _accumulate(self, window):
-        """Run the micro-batches of a window, one by one.
+        Model and optimizer, batch, gradients and activations; the window is
+        not applied.
+        """
+        backend, program = self._backend, self._program
+        if not backend.predicts_memory:
+            return backend.measure_peak(
+                lambda: self.gradients(window), program.variables.all_variables
+            )
+        if backend.replicas > 1 or self._is_fused(window):
+            function, argument, _ = self._whole(window)
+            return function.peak_bytes(argument)
+        function, (call,), _ = self._stream(window, window.split()[:1])
+        apply = self._apply(window.is_even, program.all_used)
+        return max(
+            function.peak_bytes(*call),
+            apply.peak_bytes(self._constant(window.micro_batches)),
+        )
+
+    # The compiled functions of a plan.
+
+    def _is_fused(self, window):
+        # Nothing loops over a single micro-batch.
+        is_whole = self._plan.name == "fused" or window.micro_batches == 1
+        return window.is_even and is_whole
+
+    def _whole(self, window):
+        """Prepare to run a window in one call.
 
         Returns:
-            Pair: list of their numbers, see `Passes.run`; and which variables
-            the window uses, see `passes.uses`.
+            Triple: the function, its argument, and the options of the report.
         """
-        self._program.make_accumulators()
-        is_even, count = window.is_even, self._count(window)
-        batches = window.split()
-        indices = [self._constant(i, "int32") for i in range(len(batches))]
-        totals = self._totals(batches, indices, count, is_even)
+        program, replicas = self._program, self._backend.replicas
+        run_whole: Callable[[Any], Outcome] = program.run_window
+        argument, join = window.stacked, {}
+        if replicas > 1:
+            shares, indices = share_out(window, replicas)
+            is_own = window.processes > 1
+            argument = self._backend.place(shares, is_own=is_own)
+            run_whole = program.run_shares
+            losses = program.survey.losses
+            join["join"] = functools.partial(
+                join_parts, indices=indices, losses=losses
+            )
 
-        ahead, used = self._look_ahead(batches, indices, count)
-        calls = [
-            (batch, index, count, totals, known)
-            for batch, index, known in zip(batches, indices, ahead, strict=True)
+        def run(argument):
+            outcome = run_whole(argument)
+            rows = outcome.pop("per_micro_batch")
+            return self._pack(outcome), rows
+
+        key = "window", program.passes.measures_gradients
+        return self.function(key, run), argument, join
+
+    def _stream(self, window, batches):
+        """Prepare to run micro-batches of a window, one by one.
+
+        What must be known of all of them before the first is found out.
+
+        Returns:
+            Triple: the function, the arguments of each call, and list of
+            which variables have been used by now.
+        """
+        program, is_even = self._program, window.is_even
+        program.variables.make_accumulators()
+        count = self._constant(window.micro_batches)
+        places = [
+            (batch, self._constant(index), count)
+            for index, batch in enumerate(batches)
         ]
-        each = self._each(self._micro_batch_function(is_even), calls, is_even)
-        rows, marks = zip(*each, strict=True)
-        return list(rows), join_uses([*used, *marks])
+        totals = self._constant(0.0, "float32")
+        if program.needs_totals(is_even):
+            measure = self.function("weights", program.measure_weights)
+            self._expect(measure, places, is_even)
+            totals = sum(starmap(measure, places))
+        ahead, used = [None] * len(places), []
+        if program.looks_ahead(len(places)):
+            embed = self.function("embed", program.embed)
+            differentiate = self.function(
+                "differentiate", program.differentiate
+            )
+            ahead, marks = differentiate(list(starmap(embed, places)), count)
+            used.append(marks)
 
-    def _micro_batch_function(self, is_even):
         def run(batch, index, count, totals, ahead):
-            return self._program.run_micro_batch(
+            return program.run_micro_batch(
                 batch, index, count, totals, is_even, ahead
             )
 
-        measures = self._program.measures_gradients
-        return self.function(("micro_batch", is_even, measures), run)
-
-    def _totals(self, batches, indices, count, is_even):
-        """Measure the window's denominators where they are needed first."""
-        if not self._program.needs_totals(is_even):
-            return self._constant(0.0, "float32")
-        measure = self.function("weights", self._program.measure_weights)
-        calls = [(b, i, count) for b, i in zip(batches, indices, strict=True)]
-        return sum(self._each(measure, calls, is_even))
-
-    def _look_ahead(self, batches, indices, count):
-        """Embed the window first, where its loss couples its examples.
-
-        Returns:
-            Pair: list of what each micro-batch is to know, or of `None`; and
-            list of which variables have been used for it.
-        """
-        if not self._program.looks_ahead(len(batches)):
-            return [None] * len(batches), []
-        embed = self.function("embed", self._program.embed)
-        parts = [
-            embed(b, i, count) for b, i in zip(batches, indices, strict=True)
+        measures = program.passes.measures_gradients
+        function = self.function(("micro_batch", is_even, measures), run)
+        calls = [
+            (*place, totals, known)
+            for place, known in zip(places, ahead, strict=True)
         ]
-        differentiate = self.function(
-            "differentiate", self._program.differentiate
-        )
-        ahead, used = differentiate(parts, count)
-        return ahead, [used]
+        self._expect(function, calls, is_even)
+        return function, calls, used
 
-    def _each(self, function, calls, is_even):
-        """Call a compiled function for one micro-batch after the other."""
+    def _expect(self, function, calls, is_even):
         if not is_even:
             self._backend.expect(function, calls)
-        return [function(*call) for call in calls]
 
-    def layout(self, name):
-        """Find where the numbers of some reports are.
+    def _apply(self, is_even, used):
+        """Prepare to apply what micro-batches have added up."""
 
-        What is logged depends on the losses, and so on the micro-batches.
+        def run(count):
+            return self._pack(self._program.apply(count, is_even, used))
 
-        Args:
-            name: str, which reports.
-        """
-        key = (self._program.signature, name)
-        return self._layouts.setdefault(key, _Layout())
+        return self.function(("apply", is_even, used), run)
 
-    def function(self, key, function):
+    def _pack(self, outcome):
+        self._show(outcome)
+        return pack(outcome)
+
+    def function(
+        self, key: Hashable, function: Callable[..., Nest]
+    ) -> Compiled:
         """Compile a function of the program, once for all that it keeps.
 
         Args:
-            key: hashable, what to find it by again.
-            function: takes nests of tensors, returns a nest of tensors.
-
-        Returns:
-            The compiled function.
+            key: what to find it by again.
+            function: takes and returns nests of tensors.
         """
-        revision = self._program.revision
-        if self._revision != revision:
-            self._functions, self._revision = {}, revision
-        key = (self._program.signature, key)
+        variables = self._program.variables
+        if self._revision != variables.revision:
+            self._functions, self._revision = {}, variables.revision
+        key = (self._program.survey.signature, key)
         if key not in self._functions:
-            self._functions[key] = self._compile(function)
+            self._functions[key] = self._backend.compile(
+                function, variables, jit_compile=self._plan.jit_compile
+            )
         return self._functions[key]
 
 
@@ -422,15 +266,21 @@ class EvaluationStep:
     """Evaluates and predicts, batch by batch.
 
     Args:
-        program: `EvaluationProgram`.
-        backend: the backend's functions.
-        jit_compile: bool.
+        program: what a batch computes.
+        backend: runs it.
+        jit_compile: whether XLA compiles it.
     """
 
-    def __init__(self, program, backend, *, jit_compile):
+    def __init__(
+        self,
+        program: EvaluationProgram,
+        backend: Backend,
+        *,
+        jit_compile: bool,
+    ):
         self._program = program
         self._backend = backend
-        self._reading = {}
+        self._reading: dict[Hashable, Compiled] = {}
 
         def compiled(function):
             return backend.compile(function, program, jit_compile=jit_compile)
@@ -439,18 +289,18 @@ class EvaluationStep:
         self._run_batch = compiled(program.run_batch)
         self._compiled = compiled
 
-    def predict(self, batch):
-        """Compute the predictions of a batch, a nest of tensors."""
+    def predict(self, batch: Batch) -> Nest:
+        """Compute the predictions of a batch."""
         self._program.build_model(batch)
         return self._predict_batch(self._backend.spread(batch))
 
-    def run(self, batch, loader_samples, *, is_first):
+    def run(self, batch: Batch, loader_samples: int, *, is_first: bool) -> None:
         """Add a batch to the evaluation, or begin one with it.
 
         Args:
-            batch: `Batch` of arrays, a loader batch or a slice of one.
-            loader_samples: int, samples of all slices.
-            is_first: bool, whether the evaluation begins.
+            batch: arrays, a loader batch or a slice of one.
+            loader_samples: of all slices.
+            is_first: whether the evaluation begins.
         """
         if is_first:
             self._backend.publish()
@@ -460,14 +310,11 @@ class EvaluationStep:
         samples = np.asarray(loader_samples, "float32")
         self._run_batch(self._backend.spread(batch), samples)
 
-    def results(self):
-        """Read the evaluation so far, `{name: float}`."""
-        kind = self._program.kind
-        if kind not in self._reading:
-            layout = _Layout()
-            read = self._compiled(
-                lambda: layout.pack({"results": self._program.results()})
+    def results(self) -> dict[str, Any]:
+        """Read the evaluation so far, numbers by name."""
+        program = self._program
+        if program.kind not in self._reading:
+            self._reading[program.kind] = self._compiled(
+                lambda: pack({"results": program.results()})
             )
-            self._reading[kind] = layout, read
-        layout, read = self._reading[kind]
-        return layout.unpack("results", layout.read(read()))
+        return Report(self._reading[program.kind]()).section("results")

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from dataclasses import replace
 from typing import Any
 
 from accumtrainer import errors
@@ -29,6 +30,7 @@ from accumtrainer.training.input_checks import compile_option, has_own_loss
 from accumtrainer.training.sizing import make_sizing
 from accumtrainer.window.hooks import context_of
 from accumtrainer.window.objective import metric_variables, names_of
+from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.program import WindowProgram
 from accumtrainer.window.trainable import Trainable, warn_of_nothing_to_train
 
@@ -74,13 +76,15 @@ class Engine:
             model=self._model,
             compiles_all_shapes=jit_compile is True,
         )
-        self._evaluator = Evaluator(
-            hooks,
-            state,
-            self._backend,
+        self._window_parts = WindowParts(
+            hooks=hooks,
+            state=state,
+            backend=self._backend,
             tracked=tracked,
-            jit_compile=jit_compile,
+            loss_scale=hooks.loss_scale,
+            combine=hooks.accumulation.combine,
         )
+        self._evaluator = Evaluator(self._window_parts, jit_compile=jit_compile)
         self._sizing = make_sizing(hooks.accumulation, self._backend)
         self._program = self._step = self._plan = None
         self._last_report: Any = None
@@ -144,7 +148,7 @@ class Engine:
     @property
     def trained_names(self):
         """Names of losses and metrics of windows, as Keras orders them."""
-        return metric_names(self._model, names_of(self._program.losses))
+        return metric_names(self._model, names_of(self._program.survey.losses))
 
     @property
     def evaluated_names(self):
@@ -187,24 +191,50 @@ class Engine:
                 the micro-batches' gradients.
             warns: whether to warn of denominators that are wrong.
         """
-        if self._program is None:
-            with self._backend.scope():
-                self._build(window, like)
+        micro_batch = window.split()[0]
+        is_first = self._program is None
         with self._backend.scope():
-            self._program.learn(window.split()[0])
+            if is_first:
+                jit_compile = compile_option(
+                    micro_batch,
+                    self._jit_compile,
+                    has_own_loss=has_own_loss(self._hooks),
+                )
+                self._evaluator.build_model(Batch(micro_batch.x))
+                warn_of_nothing_to_train(self._model)
+            if self._sizing.is_undecided:
+                # One sample tells as much as many do.
+                micro_batch = map_leaves(lambda leaf: leaf[:1], micro_batch)
+            program = self._program or WindowProgram(self._window_parts)
+            program.learn(micro_batch)
+            if is_first:
+                self._begin(program, like, jit_compile)
         self._settle_streams()
-        self._program.measures_gradients = measures_gradients
+        program.passes.measures_gradients = measures_gradients
         if self._sizing.is_undecided:
             self._sizing.choose(window, self._step)
         if self._accumulates(window):
             self._check_bare_losses(self._sizing.cut(window), warns=warns)
+
+    def _begin(self, program, like, jit_compile):
+        """Choose how windows run, now that it is known what they are like."""
+        self._plan = self._plan_of(like) or choose_plan(
+            self._model,
+            program.survey.operations,
+            self._backend,
+            jit_compile=jit_compile,
+            run_eagerly=self._run_eagerly,
+        )
+        self._program = program
+        self._step = Step(program, self._backend, self._plan)
+        self._trainable = Trainable(self._model)
 
     def _check_bare_losses(self, window, *, warns=True):
         """Refuse what cannot be weighed; warn once of what is weighed wrongly.
 
         Losses are others where data are of another structure.
         """
-        losses = self._program.losses
+        losses = self._program.survey.losses
         if any(known is losses for known in self._checked_losses):
             return
         is_stated = context_of(self._hooks).denominator is not None
@@ -220,31 +250,10 @@ class Engine:
         check_bare_losses(self._hooks, losses, find_trials)
         self._checked_losses.append(losses)
 
-    def _build(self, window, like):
-        first = window.split()[0]
-        jit_compile = compile_option(
-            first, self._jit_compile, has_own_loss=has_own_loss(self._hooks)
-        )
-        self._evaluator.build_model(Batch(first.x))
-        warn_of_nothing_to_train(self._model)
-        if self._sizing.is_undecided:
-            # One sample tells as much as many do.
-            first = map_leaves(lambda leaf: leaf[:1], first)
-        program = self._make_program(first, self._backend)
-        self._plan = self._plan_of(like) or choose_plan(
-            self._model,
-            program.operations,
-            self._backend,
-            jit_compile=jit_compile,
-            run_eagerly=self._run_eagerly,
-        )
-        self._program = program
-        self._step = Step(program, self._backend, self._plan)
-        self._trainable = Trainable(self._model)
-
     def notes_of_state(self, micro_batches):
         """Write notes on layers whose state moves once per micro-batch."""
-        return notes_of_state(self._model, self._program.moved, micro_batches)
+        moved = self._program.survey.moved
+        return notes_of_state(self._model, moved, micro_batches)
 
     def cut(self, window):
         """Cut a window as it will run, once that is known.
@@ -276,33 +285,12 @@ class Engine:
             predict=self._step.peak_bytes,
         )
 
-    def _make_program(self, micro_batch, backend, **options):
-        """Make a program and build it; `options` replace those of training."""
-        program = WindowProgram(
-            self._hooks,
-            self._state,
-            backend,
-            **{
-                "combine": self._hooks.accumulation.combine,
-                "loss_scale": self._hooks.loss_scale,
-                "tracked": self._tracked,
-                **options,
-            },
-        )
-        program.build(micro_batch)
-        return program
-
     def check_equivalence(self, window, whole, tolerance):
         """Compare a window with the big batch; see the Trainer's method."""
         self.prepare(window, warns=False)
         self.publish()
-        first = window.split()[0]
-        # One of its own, since the shapes of a check say nothing of training.
-        backend = make_backend(run_eagerly=self._run_eagerly)
         check = EquivalenceCheck(
-            self._hooks,
-            lambda **options: self._make_program(first, backend, **options),
-            backend,
+            self._parts_aside(),
             self._trials(),
             jit_compile=self.plan.jit_compile,
             tolerance=tolerance,
@@ -310,13 +298,16 @@ class Engine:
         return check.run(window, whole)
 
     def _trials(self):
-        return Trials(
-            self._hooks,
-            self._state,
-            tracked=self._tracked,
-            jit_compile=self._jit_compile,
-            run_eagerly=self._run_eagerly,
-        )
+        parts = replace(self._parts_aside(), loss_scale=None)
+        return Trials(parts, jit_compile=self._jit_compile)
+
+    def _parts_aside(self):
+        """Make parts with a backend of their own.
+
+        The shapes of what is tried aside say nothing of training.
+        """
+        backend = make_backend(run_eagerly=self._run_eagerly)
+        return replace(self._window_parts, backend=backend)
 
     def _plan_of(self, snapshot):
         """Return the plan of a saved run, unless another was asked for."""
@@ -399,7 +390,7 @@ class Engine:
 
     def _settle_streams(self):
         """Put saved random states back that nobody knew when it was asked."""
-        streams = self._program.parts["streams"]
+        streams = self._program.variables.parts["streams"]
         begun = self._settled_streams
         pairs = zip(streams[begun:], self._streams[begun:], strict=False)
         for variable, value in pairs:
@@ -408,7 +399,7 @@ class Engine:
 
     def _parts(self):
         if self._program is not None:
-            return self._program.parts
+            return self._program.variables.parts
         model, optimizer = self._model, self._hooks.optimizer
         if not model.built:
             raise ValueError(errors.NOT_BUILT.format(model=model.name))
@@ -429,7 +420,7 @@ class Engine:
         """Begin an epoch's running means."""
         self.publish()
         self._in_flight.clear()
-        self._program.start_epoch(epoch)
+        self._program.variables.start_epoch(epoch)
 
     def run_window(self, window):
         """Make one update.
@@ -442,15 +433,17 @@ class Engine:
         """
         if window.micro_batches > 1 or self.replicas > 1:
             self._check_bare_losses(window)
-        self._last_report, window = self._sizing.run(
-            window, self._step, self._program
-        )
-        self.last_window = window
+        report = None
+        while report is None:
+            window = self._sizing.cut(window)
+            with self._sizing.trying(window, self._program.variables) as note:
+                report = note(self._step.run(window))
+        self._last_report, self.last_window = report, window
         if self._backend.runs_ahead:
-            self._in_flight.add(self._last_report, window.size_bytes)
+            self._in_flight.add(report, window.size_bytes)
         self.counting.add_window()
         self.counting.check_skips_if_many()
-        return self._last_report
+        return report
 
     def publish(self):
         """Make the model's variables current, for code that can look."""
@@ -504,8 +497,7 @@ class Engine:
         if window is self.last_window:
             loss_scale = self.window_logs["loss_scale"]
             before -= window.micro_batches
-        replay = Replay(self._hooks, self._state, tracked=self._tracked)
-        return replay.inspect(
+        return Replay(self._window_parts).inspect(
             window, loss_scale=loss_scale, micro_batches_before=before
         )
 

@@ -20,27 +20,22 @@ class Evaluator:
     """Runs evaluations and predictions.
 
     Args:
-        hooks: `Hooks`, the Trainer.
-        state: `TrainingState`.
-        backend: the backend's functions.
-        tracked: list of variables that hooks may read.
+        parts: whose losses and predictions they are.
         jit_compile: `"auto"`, `True` or `False`.
     """
 
-    def __init__(self, hooks, state, backend, *, tracked, jit_compile):
-        self._has_window_loss = hooks.has_window_loss
-        self._hooks = hooks
-        self._model = hooks.model
-        self._evaluates_itself = evaluates_itself(hooks)
+    def __init__(self, parts, *, jit_compile):
+        self._has_window_loss = parts.hooks.has_window_loss
+        self._hooks = parts.hooks
+        self._model = parts.model
+        self._evaluates_itself = evaluates_itself(parts.hooks)
         self._jit_compile = jit_compile
-        self._backend = backend
-        self._program = EvaluationProgram(
-            hooks, state, backend, tracked=tracked
-        )
+        self._backend = parts.backend
+        self._program = EvaluationProgram(parts)
         self._step = EvaluationStep(
             self._program,
-            backend,
-            jit_compile=should_compile_evaluation(backend, jit_compile),
+            parts.backend,
+            jit_compile=should_compile_evaluation(parts.backend, jit_compile),
         )
 
     def build_model(self, batch):
@@ -88,8 +83,8 @@ class Evaluator:
                     rest()
                 if self._agrees_on(model.stop_evaluating):
                     break
-            dispatcher.last_logs = logs = self._step.results()
-        return logs
+            dispatcher.last_logs = results = self._step.results()
+        return results
 
     def _evaluate_by_model(self, source, dispatcher, rest):
         """Evaluate as Keras does, since the model has its own way for it."""

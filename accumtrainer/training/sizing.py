@@ -1,5 +1,6 @@
 """How large micro-batches are: as asked for, or as large as fit into memory."""
 
+import contextlib
 import warnings
 from dataclasses import dataclass, replace
 
@@ -57,10 +58,10 @@ class GivenSize:
         """Return a window as it will run: as it is."""
         return window
 
-    def run(self, window, step, program):
-        """Run a window; return its `Report` and the window."""
-        del program
-        return step.run(window), window
+    def trying(self, window, variables):
+        """Make a scope to run a window in, and what is to note its report."""
+        del window, variables
+        return contextlib.nullcontext(_as_it_is)
 
     def complete(self, plan):
         """Return a `Plan` with what was chosen here: nothing."""
@@ -118,39 +119,36 @@ class AutoSize:
         """Return a window as it will run."""
         return window.recut(self.rows_per_pass)
 
-    def run(self, window, step, program):
-        """Run a window; in smaller micro-batches if memory runs out.
+    @contextlib.contextmanager
+    def trying(self, window, variables):
+        """Make a scope to run a window in, and what is to note its report.
+
+        Where memory runs out inside it, everything is put back and the window
+        has no report: it is to be cut anew.
 
         Args:
-            window: `Window`.
-            step: `Step`.
-            program: `WindowProgram` of the step.
-
-        Returns:
-            Pair: the `Report`, and the `Window` as it was cut.
+            window: `Window`, as it was cut.
+            variables: `WindowVariables`.
         """
-        while True:
-            window = self.cut(window)
-            shapes = _shapes(window)
-            if shapes in self._fitted:
-                return step.run(window), window
-            self._backend.publish()
-            backup = Backup(program.variables)
-            try:
-                report = step.run(window)
-                report.section("counters")  # waits, since errors may come late
-            except Exception as error:
-                is_last = self._size == 1 or self._backend.processes > 1
-                if is_last or not self._backend.is_out_of_memory(error):
-                    raise
-                self._backend.forget()
-                backup.put_back()
-                self._shrink(window)
-            else:
-                self._fitted.add(shapes)
-                if self._measured == (None, None):
-                    self._measured = measure_peak_memory()
-                return report, window
+        shapes = _shapes(window)
+        if shapes in self._fitted:
+            yield _as_it_is
+            return
+        self._backend.publish()
+        backup = Backup(variables.all_variables)
+        try:
+            yield _having_run
+        except Exception as error:
+            is_last = self._size == 1 or self._backend.processes > 1
+            if is_last or not self._backend.is_out_of_memory(error):
+                raise
+            self._backend.forget()
+            backup.put_back()
+            self._shrink(window)
+        else:
+            self._fitted.add(shapes)
+            if self._measured == (None, None):
+                self._measured = measure_peak_memory()
 
     def _shrink(self, window):
         """Go on in smaller micro-batches than those of a window."""
@@ -186,3 +184,12 @@ def _shapes(window):
         (leaf.shape, leaf.dtype.char)
         for leaf in leaves((window.stacked, window.parts))
     )
+
+
+def _as_it_is(report):
+    return report
+
+
+def _having_run(report):
+    report.wait()  # since errors may come late
+    return report

@@ -1,16 +1,23 @@
 """What validation and prediction compute, told once for every backend."""
 
+from collections.abc import Hashable
+from typing import Any
+
 import numpy as np
 
+from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import ops
 from accumtrainer.window.hooks import Info, collect_logs, context_of
+from accumtrainer.window.losses import WeightedLoss
+from accumtrainer.window.numbers import Sums
 from accumtrainer.window.objective import (
     Objective,
     idle_metrics,
-    metric_variables,
     results,
     total_loss,
+    unique,
 )
+from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.state import Scratch, Tally
 from accumtrainer.window.survey import kind_of
 from accumtrainer.window.weighing import where_sum, window_means
@@ -20,30 +27,26 @@ class EvaluationProgram:
     """Runs batches through `compute_loss` and `predict_step`, no gradients.
 
     Args:
-        hooks: `Hooks`, usually the Trainer.
-        state: `TrainingState`.
-        backend: the functions a backend must provide.
-        tracked: list of variables that hooks may read.
+        parts: whose losses and predictions they are.
 
     Attributes:
-        losses: list of `WeightedLoss`, of which only kind, coefficient and
-            name count; known once it is built.
+        losses: of which only kind, coefficient and name count; known once it
+            is built.
         kind: what tells batches like this one apart, see `kind_of`.
     """
 
-    def __init__(self, hooks, state, backend, *, tracked):
-        self._hooks = hooks
-        self._model = hooks.model
-        self._state = state
-        self._backend = backend
-        self._tracked = list(tracked)
-        self._objective = Objective(hooks)
-        self._known = {}
-        self._borrowed = []
-        self.kind = None
-        self.losses = []
+    def __init__(self, parts: WindowParts):
+        self._parts = parts
+        self._hooks = parts.hooks
+        self._model = parts.model
+        self._state = parts.state
+        self._objective = Objective(parts.hooks)
+        self._known: dict[Hashable, Any] = {}
+        self._borrowed: list[Any] = []
+        self.kind: Hashable = None
+        self.losses: list[WeightedLoss] = []
 
-    def build(self, batch):
+    def build(self, batch: Batch) -> None:
         """Learn from one batch which losses and logged values there are."""
         self.build_model(batch)
         self.kind = kind_of(batch)
@@ -53,12 +56,11 @@ class EvaluationProgram:
         self._objective.expected = self.losses
 
     def _look_at(self, batch):
-        book = context_of(self._hooks).log_book
-        known = self._known_variables()
+        book, known = context_of(self._hooks).log_book, self._parts.variables
         with book.surveying() as reductions, Scratch(known) as scope:
-            self._backend.trace(self._survey, batch)
+            self._parts.backend.trace(self._survey, batch)
             idle = idle_metrics(self._model, scope)
-        self._borrowed += scope.strangers_read.values()
+        self._borrowed += scope.others_read.values()
         tally = Tally(
             losses=len(self.losses),
             reductions=reductions,
@@ -66,12 +68,12 @@ class EvaluationProgram:
         )
         return tally, self.losses, idle
 
-    def build_model(self, batch):
+    def build_model(self, batch: Batch) -> None:
         """Create the variables of a model that has none yet."""
         if self._model.built:
             return
         with Scratch([]):
-            self._backend.trace(self._hooks.predict_step, batch)
+            self._parts.backend.trace(self._hooks.predict_step, batch)
 
     def _survey(self, batch):
         with collect_logs(self._hooks):
@@ -81,39 +83,30 @@ class EvaluationProgram:
             measured.means(), measured.losses, measured.regularization
         )
 
-    def _known_variables(self):
-        return [
-            *self._model.variables,
-            *metric_variables(self._model),
-            *self._tracked,
-            *self._state.variables,
-        ]
-
     @property
-    def variables(self):
+    def all_variables(self) -> list[Any]:
         """Every variable an evaluation reads or changes, each once."""
         tallies = [v for t, *_ in self._known.values() for v in t.variables]
-        variables = [*self._known_variables(), *self._borrowed, *tallies]
-        return list({id(v): v for v in variables}.values())
+        return unique([*self._parts.variables, *self._borrowed, *tallies])
 
-    def start(self):
+    def start(self) -> None:
         """Begin an evaluation."""
         self._tally.clear()
         for metric in self._model.metrics:
             metric.reset_state()
 
-    def run_batch(self, batch, loader_samples):
+    def run_batch(self, batch: Batch, loader_samples: Any) -> Any:
         """Add a batch to the evaluation.
 
         Losses are averaged over loader batches, sums too: each slice adds its
         part of a sum, which counts for all of the samples.
 
         Args:
-            batch: `Batch` of tensors, a loader batch or a slice of one.
-            loader_samples: scalar tensor, float32, samples of all slices.
+            batch: tensors, a loader batch or a slice of one.
+            loader_samples: scalar, float32, samples of all slices.
 
         Returns:
-            Scalar tensor, float32, the batch's own loss.
+            Scalar, float32, the batch's own loss.
         """
         with collect_logs(self._hooks) as logs:
             measured = self._objective.measure(batch, self._info())
@@ -123,22 +116,26 @@ class EvaluationProgram:
         samples = measured.samples
         weights = measured.denominators()
         self._tally.add(
-            means * where_sum(is_sum, loader_samples, weights),
-            where_sum(is_sum, samples, weights),
-            [samples * measured.regularization, samples, samples],
+            Sums(
+                means * where_sum(is_sum, loader_samples, weights),
+                where_sum(is_sum, samples, weights),
+                samples * measured.regularization,
+                samples,
+                samples,
+            )
         )
         self._tally.add_logs(logs)
         return total_loss(means, measured.losses, measured.regularization)
 
-    def predict_batch(self, batch):
+    def predict_batch(self, batch: Batch) -> Any:
         """Compute the predictions of a batch."""
         return self._hooks.predict_step(batch)
 
-    def results(self):
-        """Read the evaluation so far, `{name: tensor}`."""
-        numerators, denominators, extras = self._tally.read()
-        means = window_means(numerators, denominators)
-        regularization = ops.divide_no_nan(*extras[:2])
+    def results(self) -> dict[str, Any]:
+        """Read the evaluation so far, tensors by name."""
+        added = self._tally.read()
+        means = window_means(added.numerators, added.denominators)
+        regularization = ops.divide_no_nan(added.regularization, added.weight)
         total = total_loss(means, self.losses, regularization)
         found = results(
             self._model, self.losses, total, means, self._idle_metrics

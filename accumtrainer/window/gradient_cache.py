@@ -21,32 +21,31 @@ numbers. What the loss uses beside embeddings, such as a learned temperature,
 gets its gradient when the loss is differentiated.
 """
 
+from typing import Any
+
+from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import is_overwritten, keras, ops, tree
-from accumtrainer.window.hooks import collect_logs
+from accumtrainer.keras_api.types import Nest, Tensor
+from accumtrainer.window.hooks import Info, collect_logs
 from accumtrainer.window.losses import WeightedLoss
+from accumtrainer.window.parts import WindowParts
 
 
 class GradientCache:
     """Embeds, differentiates the window's loss, and embeds again.
 
     Args:
-        hooks: `Hooks` that have `embed` and `window_loss`.
-        state: `TrainingState`.
-        backend: the functions a backend must provide.
-
-    Attributes:
-        dtypes: nest of the dtypes of what `embed` returns.
+        parts: whose hooks have `embed` and `window_loss`.
     """
 
-    def __init__(self, hooks, state, backend):
-        self._hooks = hooks
-        self._state = state
-        self._backend = backend
-        self.dtypes = None
+    def __init__(self, parts: WindowParts):
+        self._hooks: Any = parts.hooks  # a WindowLossTrainer
+        self._state = parts.state
+        self._backend = parts.backend
 
-    def learn(self, batch, info):
-        """Learn what `embed` returns, while a micro-batch is traced."""
-        self.dtypes = tree.map_structure(
+    def dtypes(self, batch: Batch, info: Info) -> Nest:
+        """Find out the dtypes of what `embed` returns, by tracing it."""
+        return tree.map_structure(
             lambda leaf: (
                 None
                 if leaf is None
@@ -55,34 +54,35 @@ class GradientCache:
             self.embed(batch, info),
         )
 
-    def embed(self, batch, info):
+    def embed(self, batch: Batch, info: Info) -> Nest:
         """Embed a micro-batch without taking gradients.
 
         Args:
-            batch: `Batch` of tensors `[m, ...]`, after `on_micro_batch`.
-            info: `Info`.
+            batch: tensors `[m, ...]`, after `on_micro_batch`.
+            info: as hooks get it.
 
         Returns:
             Pair: nest of tensors `[m, ...]`, float32, and the `Batch` without
             its inputs.
         """
         with collect_logs(self._hooks):
-            embeddings = self._hooks.float_embeddings(batch, info)
+            embeddings = in_float32(self._hooks.embed(batch, info))
         return embeddings, batch._replace(x=None)
 
-    def differentiate(self, embeddings, batch, info):
+    def differentiate(
+        self, embeddings: Nest, batch: Batch, info: Info
+    ) -> tuple[Tensor, Nest, list[Tensor | None], dict[str, Any]]:
         """Differentiate the loss of a window by its embeddings.
 
         Args:
             embeddings: nest of tensors `[n, ...]`, float32, of n samples.
-            batch: `Batch` of the n samples without their inputs.
-            info: `Info` without an `index`.
+            batch: the n samples without their inputs.
+            info: without an `index`.
 
         Returns:
-            Tuple: the loss, a scalar tensor, float32; nest of tensors like
-            `embeddings`, the gradients; list of gradients by the trainable
-            variables, `None` where the loss itself does not use one; and what
-            was logged.
+            Tuple: the loss, a scalar, float32; the gradients, like the
+            embeddings; those by the trainable variables, `None` where the loss
+            itself does not use one; and what was logged.
         """
         scale = self._state.loss_scale.value
 
@@ -116,20 +116,22 @@ class GradientCache:
         cotangents = tree.pack_sequence_as(embeddings, cotangents)
         return loss, cotangents, direct, logs
 
-    def replay(self, batch, info, cotangents, loss):
+    def replay(
+        self, batch: Batch, info: Info, cotangents: Nest, loss: Tensor
+    ) -> WeightedLoss:
         """Embed a micro-batch again, as a loss with the right gradient.
 
         Args:
-            batch: `Batch` of tensors `[m, ...]`, after `on_micro_batch`.
-            info: `Info`.
+            batch: tensors `[m, ...]`, after `on_micro_batch`.
+            info: as hooks get it.
             cotangents: nest of tensors `[m, ...]`, from `differentiate`.
-            loss: scalar tensor, the loss of the window.
+            loss: of the window, a scalar.
 
         Returns:
-            `WeightedLoss`, the micro-batch's share of the window's loss: a
-            sum, whose gradient is the micro-batch's part of `∇L`.
+            The micro-batch's share of the window's loss: a sum, whose
+            gradient is the micro-batch's part of `∇L`.
         """
-        embeddings = self._hooks.float_embeddings(batch, info)
+        embeddings = in_float32(self._hooks.embed(batch, info))
         pulled = sum(
             ops.sum(cotangent * embedding)
             for cotangent, embedding in zip(
@@ -144,15 +146,13 @@ class GradientCache:
         )
 
 
-def join(parts):
-    """Join what micro-batches have returned, sample by sample.
+def in_float32(embeddings: Nest) -> Nest:
+    """Cast embeddings, whatever the model computes in."""
+    return tree.map_structure(lambda v: ops.cast(v, "float32"), embeddings)
 
-    Args:
-        parts: list of nests of tensors `[m, ...]`; m may differ.
 
-    Returns:
-        Nest of tensors `[n, ...]`.
-    """
+def join(parts: list[Nest]) -> Nest:
+    """Join tensors `[m, ...]` of micro-batches, whose m may differ."""
     return tree.map_structure(
         lambda *leaves: (
             None if leaves[0] is None else ops.concatenate(leaves, axis=0)
@@ -161,16 +161,8 @@ def join(parts):
     )
 
 
-def split(joined, parts):
-    """Undo `join`.
-
-    Args:
-        joined: nest of tensors `[n, ...]`.
-        parts: list of nests of tensors `[m, ...]` of the same structure.
-
-    Returns:
-        List of nests of tensors `[m, ...]`.
-    """
+def split(joined: Nest, parts: list[Nest]) -> list[Nest]:
+    """Undo `join`, in the sizes of what was joined."""
     pieces = []
     begin = 0
     for part in parts:
@@ -182,7 +174,7 @@ def split(joined, parts):
     return pieces
 
 
-def join_rows(stacked):
+def join_rows(stacked: Nest) -> Nest:
     """Join equal micro-batches: `[k, m, ...]` to `[k * m, ...]`."""
     return tree.map_structure(
         lambda leaf: (
@@ -192,7 +184,7 @@ def join_rows(stacked):
     )
 
 
-def split_rows(joined, stacked):
+def split_rows(joined: Nest, stacked: Nest) -> Nest:
     """Undo `join_rows`, in the shapes of `stacked`."""
     return tree.map_structure(
         lambda leaf, like: ops.reshape(leaf, ops.shape(like)), joined, stacked

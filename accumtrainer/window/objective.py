@@ -312,10 +312,11 @@ def metric_variables(model):
     variables = []
     for metric in model.metrics:
         variables.extend(metric.variables)
-    return _unique(variables)
+    return unique(variables)
 
 
-def _unique(variables):
+def unique(variables):
+    """List variables in their order, each once."""
     return list({id(v): v for v in variables}.values())
 
 

@@ -7,177 +7,76 @@ the algorithm it is a part of, `accumtrainer.window.weighing` for the weights.
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
-from accumtrainer.keras_api import flatten_layers, is_overwritten, ops, tree
+from accumtrainer.data.batches import Batch
+from accumtrainer.keras_api import flatten_layers, ops, tree
+from accumtrainer.keras_api.types import Nest, Tensor
 from accumtrainer.layers import WindowLayer
 from accumtrainer.window.clipping import global_norm
 from accumtrainer.window.gradient_cache import GradientCache
+from accumtrainer.window.gradients import Gradients, Uses, uses
 from accumtrainer.window.hooks import HOOK_NAMES, Info, collect_logs
 from accumtrainer.window.loss_scale import computes_in_float16
-from accumtrainer.window.objective import (
-    Objective,
-    metric_variables,
-    total_loss,
-)
-from accumtrainer.window.replicas import Share
-from accumtrainer.window.state import Scratch
+from accumtrainer.window.numbers import OfMicroBatch, OfPart, Sums
+from accumtrainer.window.objective import Objective, total_loss
+from accumtrainer.window.parts import WindowParts
+from accumtrainer.window.state import Scratch, Tally
 from accumtrainer.window.weighing import (
+    Share,
     gradient_weight,
     loss_factors,
     loss_weight,
     where_sum,
 )
 
+Ahead = tuple[Nest, Tensor] | None
+"""What looking ahead tells: cotangents of embeddings, the window's loss."""
+
 
 class Passes:
     """Runs micro-batches, and returns their gradients as they count.
 
-    Args:
-        hooks: `Hooks`, usually the Trainer.
-        state: `TrainingState`.
-        backend: the functions a backend must provide.
-        loss_scale: `LossScale`, or `None` to leave the loss as it is.
-        tracked: list of variables that hooks may move.
-        training: whether layers and hooks are told that this is training.
-
     Attributes:
-        objective: `Objective`.
-        tracked: as given.
+        objective: measures losses.
+        gradients: what is done with lists of gradients.
         measures_gradients: whether to report the norm of each micro-batch's
             gradient too. What has been compiled does not notice a change.
     """
 
-    def __init__(self, hooks, state, backend, *, loss_scale, tracked, training):
+    def __init__(self, parts: WindowParts):
+        hooks = parts.hooks
+        self._parts = parts
         self._hooks = hooks
-        self._model = hooks.model
-        self._state = state
-        self._backend = backend
-        self._loss_scale = loss_scale
-        self._training = training
-        self._cache = None
-        if hooks.has_window_loss:
-            self._cache = GradientCache(hooks, state, backend)
+        self._state = parts.state
+        self._backend = parts.backend
+        self._cache = GradientCache(parts) if hooks.has_window_loss else None
         self._may_draw = any(map(hooks.overrides, HOOK_NAMES))
         self._may_weigh_losses = not (
-            loss_scale is not None
+            parts.loss_scale is not None
             or hooks.overrides("on_accumulate")
-            or computes_in_float16(self._model)
+            or computes_in_float16(parts.model)
         )
         self.objective = Objective(hooks)
-        self.tracked = tracked
+        self.gradients = Gradients(parts)
         self.measures_gradients = False
 
     @functools.cached_property
-    def window_layers(self):
+    def window_layers(self) -> list[WindowLayer]:
         """The model's layers that know about windows."""
         return [
             layer
-            for layer in flatten_layers(self._model)
+            for layer in flatten_layers(self._parts.model)
             if isinstance(layer, WindowLayer)
-        ]
-
-    @property
-    def variables(self):
-        """What a pass may read or move, those it has borrowed aside."""
-        return [
-            *self._model.trainable_variables,
-            *self._model.non_trainable_variables,
-            *metric_variables(self._model),
-            *self.tracked,
-            *self._state.variables,
-        ]
-
-    # Gradients, one per trainable variable.
-
-    @functools.cached_property
-    def overwritten(self):
-        """Positions of the variables that are assigned what their gradient is.
-
-        Such a gradient is neither scaled nor weighed, no hook sees it, and in
-        place of the sum of several the largest counts, as in Keras.
-        """
-        variables = enumerate(self._model.trainable_variables)
-        return {position for position, v in variables if is_overwritten(v)}
-
-    def ordinary(self, gradients):
-        """Pick the gradients that are there and are not to be assigned."""
-        return [
-            gradient
-            for position, gradient in enumerate(gradients)
-            if gradient is not None and position not in self.overwritten
-        ]
-
-    def zeros(self):
-        """Make gradients of nothing, list of tensors, float32."""
-        return [
-            ops.zeros(v.shape, "float32")
-            for v in self._model.trainable_variables
-        ]
-
-    def no_sums(self):
-        """Make sums of no gradients yet, list of tensors, float32."""
-        return [
-            ops.full(v.shape, self.least(position), "float32")
-            for position, v in enumerate(self._model.trainable_variables)
-        ]
-
-    def least(self, position):
-        """Return what a sum of gradients begins with, a float."""
-        return -np.inf if position in self.overwritten else 0.0
-
-    def add(self, sums, gradients):
-        """Add gradients to their sums, `None` standing for nothing."""
-        return [
-            total if gradient is None else self._plus(position, total, gradient)
-            for position, (total, gradient) in enumerate(
-                zip(sums, gradients, strict=True)
-            )
-        ]
-
-    def _plus(self, position, total, gradient):
-        if position in self.overwritten:
-            return ops.maximum(total, ops.cast(gradient, "float32"))
-        return self._backend.add(total, gradient)
-
-    def changed_by(self, hook, gradients, info):
-        """Have a hook change gradients, in which it finds zeros for `None`.
-
-        Args:
-            hook: function of a list of tensors and of an `Info`.
-            gradients: list of tensors, float32, or `None`.
-            info: `Info`.
-
-        Returns:
-            List of tensors, `None` only where nothing is to be assigned.
-        """
-        shown = [
-            zeros if g is None or position in self.overwritten else g
-            for position, (g, zeros) in enumerate(
-                zip(gradients, self.zeros(), strict=True)
-            )
-        ]
-        return [
-            before if position in self.overwritten else after
-            for position, (before, after) in enumerate(
-                zip(gradients, hook(shown, info), strict=True)
-            )
         ]
 
     # What hooks and layers are told.
 
-    def info(self, index, share):
-        """Tell which micro-batch this is.
-
-        Args:
-            index: scalar tensor or int, the index of the micro-batch.
-            share: `Share` of the window it belongs to.
-
-        Returns:
-            `Info`.
-        """
+    def info(self, index: Tensor | int, share: Share) -> Info:
+        """Tell which micro-batch of its window this is."""
         return Info(
             update=self._state.updates.value,
             epoch=self._state.epoch.value,
@@ -185,11 +84,11 @@ class Passes:
             micro_batches=share.micro_batches,
             is_last=ops.equal(index + 1, share.micro_batches),
             loss_scale=self._state.loss_scale.value,
-            training=self._training,
+            training=self._parts.training,
         )
 
     @contextlib.contextmanager
-    def layers_in_window(self, index):
+    def layers_in_window(self, index: Tensor | int) -> Iterator[None]:
         """Tell the layers that know about windows where in one they are."""
         with contextlib.ExitStack() as stack:
             for layer in self.window_layers:
@@ -203,24 +102,28 @@ class Passes:
 
     # One micro-batch.
 
-    def run(self, batch, index, share, tally, ahead=None):
+    def run(
+        self,
+        batch: Batch,
+        index: Tensor,
+        share: Share,
+        tally: Tally,
+        ahead: Ahead = None,
+    ) -> tuple[Tensor, list[Tensor | None]]:
         """Run one micro-batch.
 
         Args:
-            batch: `Batch` of tensors `[m, ...]`.
-            index: scalar tensor, its index in the window.
-            share: `Share` it belongs to, which says how it counts.
-            tally: `Tally` of the window, to which its numbers are added.
-            ahead: pair of the cotangents of its embeddings and the loss of
-                the window, if the window was looked at ahead.
+            batch: tensors `[m, ...]`.
+            index: scalar, its place in the window.
+            share: what it belongs to, which says how it counts.
+            tally: of the window; its numbers are added to it.
+            ahead: if the window was looked at ahead.
 
         Returns:
-            Pair. A tensor, float32: its loss and its weight; with
-            `measures_gradients` also the norm of its gradient, as it is
-            added, and by what that is multiplied before. What a replica runs
-            of it is instead told so that it adds up, see `join_parts`. And
-            its gradients, to be added to the window's: list of tensors,
-            float32 as soon as they are added, or `None` where it has none.
+            Pair. What is told of it, packed: `OfMicroBatch`, or `OfPart` of
+            what a replica runs. And its gradients, to be added to the
+            window's, float32 as soon as they are added, or `None` where it
+            has none.
         """
         index = ops.cast(index, "int32")
         micro_batches = ops.cast(share.micro_batches, "int32")
@@ -251,7 +154,7 @@ class Passes:
                 for factor, loss in zip(factors, measured.losses, strict=True)
             ]
             total = total_loss(scaled, measured.losses, measured.regularization)
-            if self._loss_scale is not None:
+            if self._parts.loss_scale is not None:
                 total = total * self._state.loss_scale.value
             summary = _summary(measured, share.weighing, logs)
             # A denominator may depend on the weights, as a count of what is
@@ -264,7 +167,7 @@ class Passes:
         with self.layers_in_window(index):
             summary, gradients = self._backend.value_and_grad(
                 objective,
-                self._model.trainable_variables,
+                self._parts.model.trainable_variables,
                 keeps_rows=self.weighs_losses,
             )
         info = replace(info, loss=summary["loss"], weight=summary["weight"])
@@ -272,30 +175,38 @@ class Passes:
         with collect_logs(self._hooks) as logs:
             gradients, norm = self._weigh(gradients, weight, share, info)
         tally.add(
-            summary["numerators"],
-            summary["denominators"],
-            [summary["regularization"], weight, summary["samples"]],
+            Sums(
+                summary["numerators"],
+                summary["denominators"],
+                summary["regularization"],
+                weight,
+                summary["samples"],
+            )
         )
         tally.add_logs(logs_before | summary["logs"] | logs)
         is_part = share.split is not None
         return self._numbers(summary, norm, is_part=is_part), gradients
 
     def _numbers(self, summary, norm, *, is_part):
-        """Gather what is told of a micro-batch, tensor; see `run`."""
+        """Pack what is told of a micro-batch; see `run`."""
+        measures = self.measures_gradients
+        factor = summary["gradient_weight"] if measures else None
         if not is_part:
-            numbers = [summary["loss"], summary["weight"]]
-            if self.measures_gradients:
-                numbers += [norm, summary["gradient_weight"]]
-            return ops.stack(numbers)
-        numbers = [summary["regularization"], summary["weight"], 1.0]
-        if self.measures_gradients:
-            numbers += [norm * norm, summary["gradient_weight"]]
-        numbers = [ops.cast(number, "float32") for number in numbers]
-        losses = [summary["numerators"], summary["denominators"]]
-        return ops.concatenate([*losses, ops.stack(numbers)])
+            return OfMicroBatch(
+                summary["loss"], summary["weight"], norm, factor
+            ).pack()
+        return OfPart(
+            summary["numerators"],
+            summary["denominators"],
+            summary["regularization"],
+            summary["weight"],
+            1.0,
+            norm * norm if measures else None,
+            factor,
+        ).pack()
 
     @property
-    def weighs_losses(self):
+    def weighs_losses(self) -> bool:
         """Whether to multiply losses by their weights, not their gradients.
 
         That is the same, but a gradient that is added as it comes need not
@@ -306,12 +217,12 @@ class Passes:
         return self._may_weigh_losses and not self.measures_gradients
 
     @property
-    def divides_losses(self):
+    def divides_losses(self) -> bool:
         """Whether what is differentiated is as large as in the big batch.
 
         What is assigned to variables may depend on how large it is.
         """
-        return bool(self.overwritten)
+        return bool(self.gradients.overwritten)
 
     def _weight_of_losses(self, weight, share):
         """Say by what losses are multiplied, `None` if their gradients are."""
@@ -333,38 +244,23 @@ class Passes:
         if has_weight is not None:
             weight, scale = has_weight, has_weight * scale
         if self._hooks.overrides("on_accumulate"):
-            gradients = self.times(1.0 / scale, gradients)
-            gradients = self.changed_by(
-                self._hooks.on_accumulate, gradients, info
+            gradients = self.gradients.changed_by(
+                self._hooks.on_accumulate,
+                self.gradients.times(1.0 / scale, gradients),
+                info,
             )
             scale = 1.0
         norm = None
         if self.measures_gradients:
-            used = self.ordinary(self.times(1.0, gradients))
-            norm = global_norm(used) / scale
-        return self.times(weight / scale, gradients), norm
+            used = self.gradients.times(1.0, gradients)
+            norm = global_norm(self.gradients.ordinary(used)) / scale
+        return self.gradients.times(weight / scale, gradients), norm
 
-    def times(self, factor, gradients):
-        """Multiply gradients in float32, but for those to be assigned."""
-        return [
-            g
-            if g is None or position in self.overwritten
-            else ops.cast(g, "float32") * factor
-            for position, g in enumerate(gradients)
-        ]
-
-    def measure_weights(self, batch, index, share):
-        """Measure a micro-batch's denominators, without effect.
-
-        Args:
-            batch: `Batch` of tensors `[m, ...]`.
-            index: scalar tensor, int32.
-            share: `Share` it belongs to.
-
-        Returns:
-            Tensor `(losses,)`, float32.
-        """
-        with Scratch(self.variables):
+    def measure_weights(
+        self, batch: Batch, index: Tensor, share: Share
+    ) -> Tensor:
+        """Measure a micro-batch's denominators `(losses,)`, without effect."""
+        with Scratch(self._parts.variables):
             info = self.info(index, share)
             with collect_logs(self._hooks):
                 batch = self._prepare(batch, index, share, info)
@@ -381,17 +277,18 @@ class Passes:
     # Looking ahead, for a loss that couples the examples of a window.
 
     @property
-    def looks_ahead(self):
+    def looks_ahead(self) -> bool:
         """Whether windows of several micro-batches are embedded first."""
         return self._cache is not None
 
-    def learn_embeddings(self, batch):
-        """Learn what a micro-batch is embedded as, while it is traced."""
-        if self._cache is not None:
-            with self.layers_in_window(0):
-                self._cache.learn(batch, self.info(0, Share.whole(1)))
+    def dtypes_of_embeddings(self, batch: Batch) -> Nest:
+        """Find out as what a micro-batch is embedded, while it is traced."""
+        if self._cache is None:
+            return None
+        with self.layers_in_window(0):
+            return self._cache.dtypes(batch, self.info(0, Share.whole(1)))
 
-    def embed(self, batch, index, share):
+    def embed(self, batch: Batch, index: Tensor, share: Share) -> Nest:
         """Embed one micro-batch; no gradient is taken.
 
         Returns:
@@ -404,17 +301,19 @@ class Passes:
         with self.layers_in_window(index):
             return self._cache.embed(batch, info)
 
-    def differentiate(self, joined, micro_batches, tally):
+    def differentiate(
+        self, joined: Nest, micro_batches: Tensor | int, tally: Tally
+    ) -> tuple[Nest, Tensor, list[Tensor | None]]:
         """Differentiate the loss of a window by its embeddings.
 
         Args:
             joined: what `embed` has returned, of the whole window.
-            micro_batches: scalar tensor or int, k.
-            tally: `Tally` of the window.
+            micro_batches: scalar, k.
+            tally: of the window, to which what is logged is added.
 
         Returns:
-            Tuple: nest of tensors like the embeddings, the cotangents; the
-            loss; and what the loss itself adds to the window's gradients.
+            Triple: the cotangents, like the embeddings; the loss; and what
+            the loss itself adds to the window's gradients.
         """
         info = self.info(0, Share.whole(micro_batches))
         info = replace(info, index=None, is_last=None)
@@ -431,20 +330,28 @@ class Passes:
 
     # Several micro-batches of one shape, `Batch` of tensors `[k, m, ...]`.
 
-    def scan(self, stacked, share, tally, sums, begun=0, ahead=None):
+    def scan(
+        self,
+        stacked: Batch,
+        share: Share,
+        tally: Tally,
+        sums: list[Tensor],
+        begun: Tensor | int = 0,
+        ahead: Ahead = None,
+    ) -> tuple[Tensor, list[Tensor], Uses]:
         """Run micro-batches, and add up their gradients.
 
         Args:
-            stacked: `Batch` of tensors `[k, m, ...]`.
-            share: `Share` they belong to.
-            tally: `Tally` of the window.
-            sums: list of tensors, float32.
-            begun: int, or scalar tensor, how many have run before.
-            ahead: pair as in `run`, the cotangents stacked, or `None`.
+            stacked: tensors `[k, m, ...]`.
+            share: what they belong to.
+            tally: of the window.
+            sums: what to add to, float32.
+            begun: how many have run before.
+            ahead: as in `run`, the cotangents stacked.
 
         Returns:
-            Triple: tensor `[k, n]`, see `run`; the new sums; and what has
-            been added to them, see `uses`.
+            Triple: `[k, n]`, see `run`; the new sums; and what has been added
+            to them.
         """
         cotangents, loss = ahead or (None, None)
         used = None
@@ -460,14 +367,16 @@ class Passes:
                 ahead=(cotangents, loss) if ahead else None,
             )
             used = uses(gradients)
-            return row, self.add(sums, gradients)
+            return row, self.gradients.add(sums, gradients)
 
         rows, sums = self._backend.scan(
             body, (stacked, cotangents), length(stacked), sums
         )
         return rows, sums, used
 
-    def scan_weights(self, stacked, share, begun=0):
+    def scan_weights(
+        self, stacked: Batch, share: Share, begun: Tensor | int = 0
+    ) -> Tensor:
         """Add up the denominators of micro-batches; see `measure_weights`."""
 
         def body(index, batch, carry):
@@ -476,52 +385,28 @@ class Passes:
         measured, _ = self._backend.scan(body, stacked, length(stacked))
         return ops.sum(measured, axis=0)
 
-    def scan_embeddings(self, stacked, share):
-        """Embed micro-batches; see `embed`. Every tensor gets an axis k."""
+    def scan_embeddings(
+        self, stacked: Batch, share: Share, dtypes: Nest
+    ) -> Nest:
+        """Embed micro-batches; see `embed`. Every tensor gets an axis k.
+
+        Args:
+            stacked: tensors `[k, m, ...]`.
+            share: what they belong to.
+            dtypes: what `dtypes_of_embeddings` has found.
+        """
 
         def body(index, batch, carry):
             return self.embed(batch, index, share), carry
 
         parts, _ = self._backend.scan(
-            body, stacked, share.micro_batches, dtypes=self._cache.dtypes
+            body, stacked, share.micro_batches, dtypes=dtypes
         )
         return parts
 
 
-def uses(gradients):
-    """Mark which gradients there are.
-
-    A compiled function that returns the marks returns no tensors: they are a
-    part of the structure of its result, as tracing has found it.
-
-    Args:
-        gradients: list of tensors, or of `None` where a variable is not used.
-
-    Returns:
-        Tuple with `()` in the place of each tensor, and `None` elsewhere.
-
-    Example:
-        >>> uses([1.0, None])
-        ((), None)
-    """
-    return tuple(None if g is None else () for g in gradients)
-
-
-def join_uses(marks):
-    """Mark what any of several, a list of what `uses` returned, has used.
-
-    Example:
-        >>> join_uses([((), None, None), (None, (), None)])
-        ((), (), None)
-    """
-    return tuple(
-        None if all(mark is None for mark in each) else ()
-        for each in zip(*marks, strict=True)
-    )
-
-
-def length(stacked):
-    """Count the micro-batches of a `Batch` of tensors `[k, m, ...]`."""
+def length(stacked: Batch) -> Tensor | int:
+    """Count the micro-batches of tensors `[k, m, ...]`."""
     return ops.shape(tree.flatten(stacked)[0])[0]
 
 

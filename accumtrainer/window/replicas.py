@@ -15,14 +15,34 @@ replicas are run by every one of them and counted by the first alone.
 """
 
 import itertools
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from accumtrainer.data.batches import Batch, count_samples, leaves, map_leaves
+from accumtrainer.data.batches import (
+    Batch,
+    Window,
+    count_samples,
+    leaves,
+    map_leaves,
+)
 from accumtrainer.keras_api import ops
-from accumtrainer.window.objective import coefficient_of, is_random_state
+from accumtrainer.keras_api.types import Tensor
+from accumtrainer.window.gradients import Uses, join_uses
+from accumtrainer.window.hooks import context_of
+from accumtrainer.window.losses import WeightedLoss
+from accumtrainer.window.numbers import OfMicroBatch, OfPart
+from accumtrainer.window.objective import (
+    coefficient_of,
+    is_random_state,
+    metric_variables,
+)
+from accumtrainer.window.parts import WindowParts
+from accumtrainer.window.passes import Passes, length
 from accumtrainer.window.state import EXTREMES
+from accumtrainer.window.variables import WindowVariables
+from accumtrainer.window.weighing import Share
 
 STREAM_DISTANCE = 0x3C6EF35F
 """By how much the seeds of neighbouring replicas differ."""
@@ -42,18 +62,18 @@ class Shares(NamedTuple):
     copied: tuple[Batch, ...]
 
 
-def share_out(window, replicas):
+def share_out(window: Window, replicas: int) -> tuple[Shares, list[int]]:
     """Share the rows of a window out among replicas.
 
     Args:
-        window: `Window`, its micro-batches those of all replicas together.
-        replicas: int.
+        window: its micro-batches are those of all replicas together.
+        replicas: how many.
 
     Returns:
-        Pair. `Shares`; of a window that processes have shares of, those of
+        Pair. The shares; of a window that processes have shares of, those of
         this process's replicas. And for each of the micro-batches in them,
         in the order they are run in, of which micro-batch of the window it is
-        a part, list of int.
+        a part.
 
     Example:
         >>> from accumtrainer.data.batches import window_of_rows
@@ -84,49 +104,48 @@ def share_out(window, replicas):
     return Shares(_stack_alike(split), _stack_alike(copied)), indices
 
 
-def join_parts(rows, indices, losses):
+def join_parts(
+    rows: np.ndarray, indices: list[int], losses: Sequence[WeightedLoss]
+) -> OfMicroBatch:
     """Put what replicas know of parts of micro-batches together.
 
     All of it has been chosen to add up. Losses are means by their weights, or
     sums; norms of gradients are root mean squares, their factors means.
 
     Args:
-        rows: array `[n, 2 * l + 3]` or `[n, 2 * l + 5]`, float32: numerators
-            and denominators of l losses; the regularization, the weight, and
-            the number of replicas that have added to them; also the squared
-            norm of the gradient, and by what that was multiplied.
-        indices: list of n int, of which micro-batch each is a part.
-        losses: list of l `WeightedLoss`, of which only the kind counts.
+        rows: `[n, ...]`, packed `OfPart`s.
+        indices: of which micro-batch each is a part.
+        losses: of which only the kind counts.
 
     Returns:
-        Array `[k, 2]` or `[k, 4]`, float32, see `Passes.run`.
+        Arrays `(k,)`, float32.
 
     Example:
-        >>> from accumtrainer.window.losses import WeightedLoss
+        >>> from accumtrainer.window.hooks import context_of
+    from accumtrainer.window.losses import WeightedLoss
         >>> rows = [[4, 4, 0, 4, 1], [6, 2, 0, 2, 1], [5, 1, 0, 1, 1]]
         >>> losses = [WeightedLoss(1.0, denominator=4.0)]
-        >>> join_parts(rows, [0, 1, 1], losses).round(2).tolist()
-        [[1.0, 4.0], [3.67, 3.0]]
+        >>> join_parts(rows, [0, 1, 1], losses).loss.round(2).tolist()
+        [1.0, 3.67]
     """
     rows = np.asarray(rows, "float64")
     joined = np.zeros([max(indices) + 1, rows.shape[1]])
     np.add.at(joined, indices, rows)
-    numerators, denominators, others = np.split(
-        joined, [len(losses), 2 * len(losses)], axis=1
-    )
-    regularization, weight, count, *rest = others.T
-    loss = regularization / count
+    part = OfPart.unpack(joined, len(losses))
+    loss = part.regularization / part.replicas
     for known, over, by in zip(
-        losses, numerators.T, denominators.T, strict=True
+        losses, part.numerators.T, part.denominators.T, strict=True
     ):
         mean = np.divide(over, by, out=np.zeros_like(over), where=by != 0)
         coefficient = float(ops.convert_to_numpy(coefficient_of(known)))
         loss += coefficient * (over if known.is_sum else mean)
-    columns = [loss, weight]
-    if rest:
-        squared_norm, factor = rest
-        columns += [np.sqrt(squared_norm / count), factor / count]
-    return np.stack(columns, axis=1).astype("float32")
+    columns = [loss, part.weight]
+    if part.squared_norm is not None:
+        columns += [
+            np.sqrt(part.squared_norm / part.replicas),
+            part.gradient_weight / part.replicas,
+        ]
+    return OfMicroBatch(*(column.astype("float32") for column in columns))
 
 
 def _rows(batch, start, stop):
@@ -144,48 +163,164 @@ def _stack_alike(pairs):
     )
 
 
-class Share(NamedTuple):
-    """What a replica knows of the window it runs a part of.
+class SharedWindow:
+    """Runs the shares of a window on their replicas, and sums up.
 
     Args:
-        micro_batches: scalar tensor, int32, how many it runs.
-        total: scalar tensor, int32, how many all replicas run, copies
-            counted once.
-        replica: scalar tensor, int32, its index.
-        split: scalar tensor, int32, how many it runs that are not copies.
-        weighing: `Weighing` of the window.
-        totals: tensor `(losses,)`, float32, the denominators of the window,
-            where the weighing needs them.
+        parts: whose windows they are.
+        passes: what runs a micro-batch.
+        variables: what a window moves.
     """
 
-    micro_batches: Any
-    total: Any
-    replica: Any = 0
-    split: Any = None
-    weighing: Any = None
-    totals: Any = None
+    def __init__(
+        self, parts: WindowParts, passes: Passes, variables: WindowVariables
+    ):
+        self._parts = parts
+        self._backend = parts.backend
+        self._passes = passes
+        self._variables = variables
 
-    @classmethod
-    def whole(cls, micro_batches, weighing=None, totals=None):
-        """Make the share of one who runs all micro-batches."""
-        return cls(
-            micro_batches, micro_batches, weighing=weighing, totals=totals
+    @property
+    def _merger(self):
+        return Merger(self._merging_rules(), self._backend)
+
+    def totals(self, shares: Shares, share: Share) -> Tensor:
+        """Measure the denominators `(losses,)` of the window."""
+        return self._sum_over_replicas(
+            lambda replica, shares: self._totals_of_one(
+                shares, share._replace(replica=replica)
+            ),
+            shares,
         )
 
-    def seat(self, index):
-        """Give a micro-batch its number among those of all replicas.
+    def run(
+        self, shares: Shares, share: Share
+    ) -> tuple[list[Tensor], Tensor, Uses]:
+        """Run all shares, and merge what replicas did to variables.
 
         Args:
-            index: scalar tensor, int32, its place in this share.
+            shares: of tensors.
+            share: what `share_of` says of them, with weighing and totals.
 
         Returns:
-            Scalar tensor, int32, below `total`; the same for each copy.
+            Triple: the sums of gradients, float32; the packed `OfPart`s
+            `[k, n]` of what was run, added up over all replicas that count
+            it; and which variables the window uses.
         """
-        if self.split is None:
-            return index
-        beyond = self.total - self.micro_batches
-        before = self.replica * self.split
-        return index + ops.where(index < self.split, before, beyond)
+        merger = self._merger
+        overwritten = self._passes.gradients.overwritten
+
+        used = None
+
+        def run(replica, shares):
+            nonlocal used
+            before = merger.begin(replica)
+            sums, rows, used = self._run_one(
+                shares, share._replace(replica=replica)
+            )
+            for position in overwritten:
+                sums[position] = in_row(
+                    sums[position], replica, self._backend.replicas
+                )
+            return sums, rows, merger.changes(before, replica)
+
+        sums, rows, changes = self._sum_over_replicas(run, shares)
+        for position in overwritten:
+            sums[position] = ops.max(sums[position], axis=0)
+        known = merger.take_in(changes)
+        for layer in self._passes.window_layers:
+            weights = layer.window_weights
+            if weights and all(id(weight) in known for weight in weights):
+                layer.merge([known[id(weight)] for weight in weights])
+        return sums, rows, used
+
+    def _sum_over_replicas(self, function, shares):
+        moving = [*self._merger.variables, *self._variables.start]
+        ids = {id(variable) for variable in moving}
+        reading = self._variables.read_by_passes
+        return self._backend.sum_over_replicas(
+            function,
+            shares,
+            reading=[v for v in reading if id(v) not in ids],
+            moving=moving,
+        )
+
+    def _run_one(self, shares, share):
+        """Run one replica's micro-batches.
+
+        Returns:
+            Triple: its sums of gradients, its rows `[k, n]` of numbers, and
+            which variables it uses.
+        """
+        is_first = ops.equal(share.replica, 0)
+        tally = self._variables.window
+        sums, rows, begun = self._passes.gradients.no_sums(), [], 0
+        used = []
+
+        def run(stacked, begun, sums):
+            return self._passes.scan(stacked, share, tally, sums, begun)
+
+        for stacked in shares.split:
+            row, sums, marks = run(stacked, begun, sums)
+            rows.append(row)
+            used.append(marks)
+            begun += length(stacked)
+        before, others = sums, self._merger.added()
+        for stacked in shares.copied:
+            row, sums, marks = run(stacked, begun, sums)
+            used.append(marks)
+            rows.append(ops.where(is_first, row, ops.zeros_like(row)))
+            begun += length(stacked)
+        if shares.copied:
+            self._merger.count_once(others, is_first)
+            sums = [
+                ops.where(is_first, new, old)
+                for new, old in zip(sums, before, strict=True)
+            ]
+        return list(sums), ops.concatenate(rows, axis=0), join_uses(used)
+
+    def _totals_of_one(self, shares, share):
+        begun, totals = 0, 0.0
+        is_first = ops.equal(share.replica, 0)
+        for is_copied, batches in enumerate(shares):
+            for stacked in batches:
+                added = self._passes.scan_weights(stacked, share, begun)
+                if is_copied:
+                    added = ops.where(is_first, added, ops.zeros_like(added))
+                totals = totals + added
+                begun += length(stacked)
+        return totals
+
+    def _merging_rules(self):
+        """Say how what replicas do to variables is put together."""
+        hooks, variables = self._parts.hooks, self._variables
+        tracked = set(map(id, context_of(hooks).tracked_metrics))
+        others = [*variables.moved, self._parts.state.rng.state]
+        windowed = {
+            id(weight)
+            for layer in self._passes.window_layers
+            for weight in layer.window_weights
+        }
+        return [
+            *((v, "rows") for v in others if id(v) in windowed),
+            *((v, "sum") for v in metric_variables(hooks.model)),
+            *((v, "sum") for v in others if id(v) in tracked),
+            *variables.window.merging_rules,
+            *((v, "mean" if "float" in v.dtype else "first") for v in others),
+        ]
+
+
+def share_of(shares: Shares, replicas: int) -> tuple[Share, bool]:
+    """Say what is the same of every replica's share of a window.
+
+    Returns:
+        Pair: that, and whether all micro-batches have one shape.
+    """
+    split = sum(map(length, shares.split))
+    micro_batches = split + sum(map(length, shares.copied))
+    total = micro_batches + split * (replicas - 1)
+    is_even = len(shares.split) == 1 and not shares.copied
+    return Share(micro_batches, total, split=split), is_even
 
 
 class Merger:

@@ -4,6 +4,7 @@ import numpy as np
 
 from accumtrainer.keras_api import keras, ops
 from accumtrainer.window.loss_scale import restored_scale
+from accumtrainer.window.numbers import Sums
 
 EXTREMES = {
     "max": (ops.maximum, -np.inf, ops.max),
@@ -19,13 +20,13 @@ class Scratch(keras.StatelessScope):
         variables: list of Keras variables that may be read or written.
 
     Attributes:
-        strangers_read: dict of further variables that were read, by their id.
-        strangers_written: dict of further variables that were written.
+        others_read: dict of further variables that were read, by their id.
+        others_written: dict of further variables that were written.
     """
 
     def __init__(self, variables):
         self._before = {id(v): v.value for v in variables}
-        self.strangers_read, self.strangers_written = {}, {}
+        self.others_read, self.others_written = {}, {}
         super().__init__([(v, v.value) for v in variables], collect_losses=True)
         self._before = {
             id(v): super(Scratch, self).get_current_value(v) for v in variables
@@ -34,19 +35,19 @@ class Scratch(keras.StatelessScope):
     def get_current_value(self, variable):
         """Return the value a variable has inside this scope, if it has one."""
         if id(variable) not in self._before:
-            self.strangers_read[id(variable)] = variable
+            self.others_read[id(variable)] = variable
         return super().get_current_value(variable)
 
     def add_update(self, update):
         """Note a new value of a variable, a pair of both."""
         if id(update[0]) not in self._before:
-            self.strangers_written[id(update[0])] = update[0]
+            self.others_written[id(update[0])] = update[0]
         super().add_update(update)
 
     def has_written(self, variable):
         """Whether a variable was assigned inside this scope."""
         if id(variable) not in self._before:
-            return id(variable) in self.strangers_written
+            return id(variable) in self.others_written
         value = self.get_current_value(variable)
         return value is not self._before[id(variable)]
 
@@ -143,8 +144,7 @@ class Tally:
     def __init__(self, *, losses, reductions, name):
         self._losses = losses
         self._reductions = dict(reductions)
-        # Numerators, denominators, then regularization, weight, samples.
-        self._no_sums = np.zeros(2 * losses + 3, "float32")
+        self._no_sums = np.zeros(Sums.size(losses), "float32")
         self._sums = _variable(f"{name}_sums", self._no_sums)
         self._logs = {
             key: _variable(f"{name}_{key}", _empty_log(reduce))
@@ -168,16 +168,9 @@ class Tally:
             *((v, extremes[key]) for key, v in self._logs.items()),
         ]
 
-    def add(self, numerators, denominators, extras):
-        """Add to the sums.
-
-        Args:
-            numerators: tensor `(losses,)`, float32.
-            denominators: tensor `(losses,)`, float32.
-            extras: list of three scalars: regularization, weight, samples.
-        """
-        added = ops.concatenate([numerators, denominators, ops.stack(extras)])
-        self._sums.assign(self._sums.value + added)
+    def add(self, sums: Sums) -> None:
+        """Add to the sums."""
+        self._sums.assign(self._sums.value + sums.pack())
 
     def add_logs(self, entries):
         """Merge logged values, `{name: (value, weight)}`."""
@@ -207,14 +200,9 @@ class Tally:
         """Reduce the logged values, `{name: value}`."""
         return {name: value for name, (value, _) in self.logs().items()}
 
-    def read(self):
+    def read(self) -> Sums:
         """Return the sums, as `add` takes them."""
-        count = self._losses
-        # One operation on TensorFlow, where a slice is four.
-        sums = ops.unstack(self._sums.value, len(self._no_sums))
-        numerators = ops.stack(sums[:count])
-        denominators = ops.stack(sums[count : 2 * count])
-        return numerators, denominators, sums[2 * count :]
+        return Sums.unpack(self._sums.value, self._losses)
 
     def clear(self):
         """Put every sum back to its beginning."""

@@ -1,173 +1,194 @@
 """What one micro-batch tells about windows of its kind, before one runs."""
 
-from dataclasses import replace
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 import optree
 
 from accumtrainer import errors
+from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import ops
+from accumtrainer.keras_api.types import Variable
 from accumtrainer.window.hooks import (
     check_batch,
     check_gradients,
     collect_logs,
     context_of,
 )
+from accumtrainer.window.losses import WeightedLoss
 from accumtrainer.window.objective import (
     idle_metrics,
     is_random_state,
     metric_variables,
     total_loss,
 )
-from accumtrainer.window.replicas import Share
+from accumtrainer.window.parts import WindowParts
+from accumtrainer.window.passes import Passes
 from accumtrainer.window.state import Scratch
+from accumtrainer.window.weighing import Share
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
-    """Runs every hook once without effect, and notes what it has seen.
-
-    A hook that returns something of the wrong structure is so refused before
-    training starts.
+    """What was seen while every hook ran once, without effect.
 
     Args:
-        hooks: `Hooks`, usually the Trainer.
-        passes: `Passes`.
-        backend: the functions a backend must provide.
-        batch: `Batch` of arrays, one micro-batch.
-
-    Attributes:
-        operations: the names of the operations in the model's computation.
-        losses: list of `WeightedLoss`, of which only kind, coefficient and
-            name count.
-        idle_metrics: list of the model's metrics that a pass leaves alone.
-        is_sum: array `(losses,)`, bool, which of them are no means.
-        reductions: dict from what hooks log to how it is reduced.
-        written: list of the variables that a window may write before it is
-            applied or skipped, those that are tracked aside. Of the metrics'
-            all but those of losses that it leaves alone: Keras gives them to
-            a compiled model.
-        moved: list of the model's and the tracked variables that it gives a
-            new value.
+        operations: the names of those in the model's computation.
+        losses: of which only kind, coefficient and name count.
+        idle_metrics: the model's metrics that a pass leaves alone.
+        reductions: from what hooks log to how it is reduced.
+        written: the variables that a window may write before it is applied or
+            skipped, those that are tracked aside. Of the metrics' all but
+            those of losses that it leaves alone: Keras gives them to a
+            compiled model.
+        moved: those of the model and the tracked ones that it gives new
+            values.
+        embedding_dtypes: nest of those of what is embedded ahead, or `None`.
+        others_read: variables that are no part of the model or its training.
+        others_written: as those.
     """
 
-    def __init__(self, hooks, passes, backend, batch):
-        self._hooks = hooks
-        self._passes = passes
-        model = hooks.model
-        book = context_of(hooks).log_book
-        with (
-            book.surveying() as self.reductions,
-            Scratch(passes.variables) as scope,
-        ):
-            with collect_logs(hooks):
-                self.operations = backend.trace(self._run, batch)
-            self.idle_metrics = idle_metrics(model, scope)
-            names = ["loss", *(loss.name for loss in self.losses)]
-            of_losses = {
-                id(variable)
-                for metric in self.idle_metrics
-                if metric.name in names
-                for variable in metric.variables
-            }
-            others = [
-                # Spectral normalization, for one, writes a kernel.
-                *model.trainable_variables,
-                *model.non_trainable_variables,
-                *hooks.optimizer.variables,
-                *hooks.variables_of_loss,
-            ]
-            self.written = [
-                *filter(scope.has_written, others),
-                *(v for v in metric_variables(model) if id(v) not in of_losses),
-            ]
-        self._scope = scope
+    operations: set[str]
+    losses: list[WeightedLoss]
+    idle_metrics: list[Any]
+    reductions: dict[str, str]
+    written: list[Variable]
+    moved: list[Variable]
+    embedding_dtypes: Any
+    others_read: list[Variable]
+    others_written: list[Variable]
 
     @property
-    def signature(self):
-        """What windows add up, hashable: losses by kind, and logged values."""
+    def is_sum(self) -> np.ndarray:
+        """Which of the losses are no means, `(losses,)`, bool."""
+        return np.array([loss.is_sum for loss in self.losses])
+
+    @property
+    def signature(self) -> Hashable:
+        """What windows add up: losses by kind, and logged values."""
         losses = ((loss.name, loss.is_sum) for loss in self.losses)
         return tuple(losses), tuple(self.reductions.items())
 
-    def _run(self, batch):
-        hooks, passes = self._hooks, self._passes
-        model = hooks.model
-        movable = [*model.non_trainable_variables, *passes.tracked]
-        before = [variable.value for variable in movable]
-        info, changed, measured = _measure(hooks, passes, batch)
-        self.losses = measured.losses
-        self.is_sum = np.array([loss.is_sum for loss in self.losses])
-        zeros = passes.zeros()
-        loss = ops.zeros((), "float32")
-        info = replace(info, loss=loss, weight=measured.weight)
-        gradients = hooks.on_accumulate(zeros, info)
-        check_gradients("on_accumulate", zeros, gradients)
-        self.moved = [
-            variable
-            for variable, value in zip(movable, before, strict=True)
-            if variable.value is not value
-        ]
-        info = replace(
-            info, index=None, is_last=None, weight=None, total_weight=loss
-        )
-        gradients = hooks.on_apply(zeros, info)
-        check_gradients("on_apply", zeros, gradients)
-        hooks.after_apply(info)
-        passes.learn_embeddings(changed)
-        return total_loss(
-            measured.means(), self.losses, measured.regularization
-        )
-
-    def find_borrowed(self, known):
+    def find_borrowed(self, known: list[Variable]) -> list[Variable]:
         """List what hooks and layers read that is no part of the training.
 
         Args:
-            known: list of variables that are.
+            known: what is.
 
         Raises:
             ValueError: they write to what is not, which nothing would save or
                 put back.
         """
         ids = {id(v) for v in [*known, *self.find_streams(known)]}
-        for key, variable in self._scope.strangers_written.items():
-            if key not in ids:
+        for variable in self.others_written:
+            if id(variable) not in ids:
                 raise ValueError(
                     errors.NOT_TRACKED.format(variable=variable.path)
                 )
-        read = self._scope.strangers_read.items()
-        return [variable for key, variable in read if key not in ids]
+        return [v for v in self.others_read if id(v) not in ids]
 
-    def find_streams(self, known):
+    def find_streams(self, known: list[Variable]) -> list[Variable]:
         """List the random states that are drawn from and belong to nobody.
 
         A layer for augmentation may stand outside of the model.
 
         Args:
-            known: list of variables that are part of the training.
+            known: what is part of the training.
         """
-        ids = {id(variable) for variable in known}
-        written = self._scope.strangers_written.items()
-        return [v for k, v in written if k not in ids and is_random_state(v)]
+        ids = set(map(id, known))
+        others = [v for v in self.others_written if id(v) not in ids]
+        return list(filter(is_random_state, others))
 
 
-def kind_of(batch):
-    """Tell apart what a survey has to look at: parts, axes and types.
+def take_survey(parts: WindowParts, passes: Passes, batch: Batch) -> Survey:
+    """Run every hook once without effect, and note what is seen.
+
+    A hook that returns something of the wrong structure is so refused before
+    training starts.
 
     Args:
-        batch: `Batch` of arrays, one micro-batch.
-
-    Returns:
-        Hashable, the same for micro-batches that differ in their sizes alone.
+        parts: whose windows will run.
+        passes: what will run their micro-batches.
+        batch: arrays, one micro-batch.
     """
-    leaves, structure = optree.tree_flatten(batch)
+    hooks, model = parts.hooks, parts.model
+    movable = [*model.non_trainable_variables, *parts.tracked]
+    seen: dict[str, Any] = {}
+
+    def run(batch):
+        before = [variable.value for variable in movable]
+        info = passes.info(
+            ops.zeros((), "int32"), Share.whole(ops.ones((), "int32"))
+        )
+        changed = hooks.on_micro_batch(batch, info)
+        check_batch(batch, changed)
+        with passes.layers_in_window(info.index):
+            measured = passes.objective.measure(changed, info)
+        zeros = passes.gradients.zeros()
+        loss = ops.zeros((), "float32")
+        info = replace(info, loss=loss, weight=measured.weight)
+        gradients = hooks.on_accumulate(zeros, info)
+        check_gradients("on_accumulate", zeros, gradients)
+        pairs = zip(movable, before, strict=True)
+        seen["moved"] = [v for v, value in pairs if v.value is not value]
+        info = replace(
+            info, index=None, is_last=None, weight=None, total_weight=loss
+        )
+        gradients = hooks.on_apply(zeros, info)
+        check_gradients("on_apply", zeros, gradients)
+        hooks.after_apply(info)
+        seen["losses"] = measured.losses
+        seen["embedding_dtypes"] = passes.dtypes_of_embeddings(changed)
+        return total_loss(
+            measured.means(), measured.losses, measured.regularization
+        )
+
+    book, known = context_of(hooks).log_book, parts.variables
+    with book.surveying() as reductions, Scratch(known) as scope:
+        with collect_logs(hooks):
+            operations = parts.backend.trace(run, batch)
+        idle = idle_metrics(model, scope)
+        survey = Survey(
+            operations=operations,
+            idle_metrics=idle,
+            reductions=reductions,
+            written=_written(parts, scope, seen["losses"], idle),
+            others_read=list(scope.others_read.values()),
+            others_written=list(scope.others_written.values()),
+            **seen,
+        )
+    return survey
+
+
+def _written(parts, scope, losses, idle):
+    """List what was written in a scope; see `Survey.written`."""
+    hooks, model = parts.hooks, parts.model
+    names = ["loss", *(loss.name for loss in losses)]
+    of_losses = {
+        id(variable)
+        for metric in idle
+        if metric.name in names
+        for variable in metric.variables
+    }
+    others = [
+        # Spectral normalization, for one, writes a kernel.
+        *model.trainable_variables,
+        *model.non_trainable_variables,
+        *hooks.optimizer.variables,
+        *hooks.variables_of_loss,
+    ]
+    return [
+        *filter(scope.has_written, others),
+        *(v for v in metric_variables(model) if id(v) not in of_losses),
+    ]
+
+
+def kind_of(batch: Batch) -> Hashable:
+    """Tell apart what a survey has to look at: parts, axes and types.
+
+    It is the same for micro-batches that differ in their sizes alone.
+    """
+    leaves, structure = optree.tree_flatten(cast(Any, batch))
     return structure, *((len(leaf.shape), str(leaf.dtype)) for leaf in leaves)
-
-
-def _measure(hooks, passes, batch):
-    """Prepare a micro-batch that is alone, and compute its losses."""
-    share = Share.whole(ops.ones((), "int32"))
-    info = passes.info(ops.zeros((), "int32"), share)
-    changed = hooks.on_micro_batch(batch, info)
-    check_batch(batch, changed)
-    with passes.layers_in_window(info.index):
-        measured = passes.objective.measure(changed, info)
-    return info, changed, measured

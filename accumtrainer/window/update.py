@@ -3,22 +3,29 @@
 from dataclasses import replace
 
 from accumtrainer.keras_api import ops
+from accumtrainer.keras_api.types import Tensor
 from accumtrainer.window.clipping import (
     clipped_norm,
     clips,
     factor_to_clip,
     finite_norm,
 )
+from accumtrainer.window.gradients import Uses
 from accumtrainer.window.hooks import Info, collect_logs
 from accumtrainer.window.loss_scale import next_scale
+from accumtrainer.window.numbers import Sums
 from accumtrainer.window.objective import (
     metric_variables,
     named_losses,
     results,
     total_loss,
 )
+from accumtrainer.window.parts import WindowParts
+from accumtrainer.window.passes import Passes
 from accumtrainer.window.state import Scratch
+from accumtrainer.window.variables import WindowVariables
 from accumtrainer.window.weighing import (
+    Weighing,
     gradient_divisor,
     where_sum,
     window_means,
@@ -31,80 +38,63 @@ class Update:
     Whoever calls it clears the sums afterwards, those of losses too.
 
     Args:
-        hooks: `Hooks`, usually the Trainer.
-        state: `TrainingState`.
-        backend: the functions a backend must provide.
-        passes: `Passes` that have made the sums.
-        variables: `WindowVariables`.
-        loss_scale: `LossScale`, or `None` to leave it as it is.
+        parts: whose windows they are.
+        passes: what has made the sums.
+        variables: what a window moves.
     """
 
-    def __init__(self, hooks, state, backend, passes, variables, *, loss_scale):
-        self._hooks = hooks
-        self._model = hooks.model
-        self._optimizer = hooks.optimizer
-        self._state = state
-        self._backend = backend
+    def __init__(
+        self, parts: WindowParts, passes: Passes, variables: WindowVariables
+    ):
+        self._parts = parts
+        self._hooks = parts.hooks
+        self._optimizer = parts.hooks.optimizer
+        self._state = parts.state
+        self._backend = parts.backend
         self._passes = passes
+        self._gradients = passes.gradients
         self._variables = variables
-        self._loss_scale = loss_scale
-        self._clips = hooks.overrides("on_apply") or clips(self._optimizer)
+        self._clips = self._hooks.overrides("on_apply") or (
+            clips(self._optimizer)
+        )
 
-    def apply(self, micro_batches, weighing, sums, used):
+    def apply(
+        self,
+        micro_batches: Tensor,
+        weighing: Weighing,
+        sums: list[Tensor],
+        used: Uses,
+    ) -> dict[str, dict[str, Tensor]]:
         """Make the update, or put back what the window has changed.
 
         Args:
-            micro_batches: scalar tensor, int32, k.
-            weighing: `Weighing` of the window.
-            sums: list of tensors, float32, its weighted gradients.
-            used: what has been added to them, see `passes.uses`.
+            micro_batches: scalar, int32, k.
+            weighing: of the window.
+            sums: its weighted gradients, float32.
+            used: what has been added to them.
 
         Returns:
-            Dict of scalar tensors under `"window"` (this window alone),
-            `"running"` (the epoch so far) and `"counters"`.
+            Scalars under `"window"` (this window alone), `"running"` (the
+            epoch so far) and `"counters"`.
         """
-        state, hooks = self._state, self._hooks
+        state = self._state
         count = ops.cast(micro_batches, "float32")
-        means, denominators, extras = self._window_means()
-        regularization, weight, _ = extras
+        means, added = self._window_means()
         loss = total_loss(
-            means, self._variables.survey.losses, regularization / count
+            means, self._variables.survey.losses, added.regularization / count
         )
         info = Info(
             update=ops.copy(state.updates.value),
             epoch=state.epoch.value,
             micro_batches=micro_batches,
             loss=loss,
-            total_weight=weight,
+            total_weight=added.weight,
             loss_scale=state.loss_scale.value,
         )
         divisor = gradient_divisor(
-            weighing, total_weight=weight, micro_batches=count
+            weighing, total_weight=added.weight, micro_batches=count
         )
-        # The norm of what is yet to be divided, since dividing where the
-        # optimizer reads it spares memory a pass.
-        passes = self._passes
-        norm, is_finite = finite_norm(passes.ordinary(sums), self._backend)
-        if divisor is not None:
-            norm = ops.divide_no_nan(norm, divisor)
-            is_finite = ops.logical_and(is_finite, ops.isfinite(divisor))
-        gradients, norm_to_clip = None, norm
-        if self._clips:
-            gradients = _divide(sums, divisor)
-        if hooks.overrides("on_apply"):
-            with collect_logs(hooks) as logs:
-                gradients = passes.changed_by(hooks.on_apply, gradients, info)
-            self._variables.window.add_logs(logs)
-            norm_to_clip, is_changed_finite = finite_norm(
-                passes.ordinary(gradients), self._backend
-            )
-            is_finite = ops.logical_and(is_finite, is_changed_finite)
-        if not self._model.trainable_variables:
-            is_finite = ops.isfinite(loss)  # there is nothing else to look at
-        is_finite = self._backend.accepts(is_finite)
-        factor = factor_to_clip(norm_to_clip, self._optimizer)
-        if factor is not None:
-            gradients = passes.times(factor, gradients)
+        gradients, norm, is_finite = self._finish(sums, divisor, info)
         # Copies, because both may be variables that are about to move.
         lr = ops.copy(ops.cast(self._optimizer.learning_rate, "float32"))
         scale = ops.copy(state.loss_scale.value)
@@ -117,71 +107,119 @@ class Update:
                 ),
                 info,
                 means,
-                denominators,
-                extras,
+                added,
             ),
             self._forget,
         )
-        if self._loss_scale is not None:
-            new_scale, good = next_scale(
-                scale, state.good_windows.value, is_finite, self._loss_scale
-            )
-            state.loss_scale.assign(new_scale)
-            state.good_windows.assign(good)
+        self._move_scale(scale, is_finite)
         state.micro_batches.assign(state.micro_batches.value + micro_batches)
         window = self._window_logs(loss, means) | {
             "learning_rate": lr,
             "gradient_norm": norm,
             "loss_scale": scale,
-            "weight": weight,
+            "weight": added.weight,
         }
         if self._clips:
             window["clipped_gradient_norm"] = clipped_norm(
-                self._passes.ordinary(gradients), self._optimizer
+                self._gradients.ordinary(gradients), self._optimizer
             )
         return {
             "window": window,
             "running": self.running_logs(),
-            "counters": {
-                "applied": ops.cast(is_finite, "int32"),
-                "updates": state.updates.value,
-                "skipped_updates": state.skipped_updates.value,
-                "consecutive_skips": state.consecutive_skips.value,
-            },
+            "counters": self._counters(is_finite),
         }
 
-    def take_gradients(self, micro_batches, weighing, sums):
+    def _finish(self, sums, divisor, info):
+        """Divide, change and clip gradients where that is to be seen here.
+
+        Returns:
+            Triple: the gradients, `None` where the sums yet to be divided are
+            what the optimizer is to get; their norm before `on_apply` and
+            clipping; and whether all is finite.
+        """
+        hooks, backend = self._hooks, self._backend
+        # The norm of what is yet to be divided, since dividing where the
+        # optimizer reads it spares memory a pass.
+        norm, is_finite = finite_norm(self._gradients.ordinary(sums), backend)
+        if divisor is not None:
+            norm = ops.divide_no_nan(norm, divisor)
+            is_finite = ops.logical_and(is_finite, ops.isfinite(divisor))
+        gradients, norm_to_clip = None, norm
+        if self._clips:
+            gradients = _divide(sums, divisor)
+        if hooks.overrides("on_apply"):
+            with collect_logs(hooks) as logs:
+                gradients = self._gradients.changed_by(
+                    hooks.on_apply, gradients, info
+                )
+            self._variables.window.add_logs(logs)
+            norm_to_clip, is_changed_finite = finite_norm(
+                self._gradients.ordinary(gradients), backend
+            )
+            is_finite = ops.logical_and(is_finite, is_changed_finite)
+        if not self._parts.model.trainable_variables:
+            # There is nothing else to look at.
+            is_finite = ops.isfinite(info.loss)
+        is_finite = backend.accepts(is_finite)
+        factor = factor_to_clip(norm_to_clip, self._optimizer)
+        if factor is not None:
+            gradients = self._gradients.times(factor, gradients)
+        return gradients, norm, is_finite
+
+    def _move_scale(self, scale, is_finite):
+        """Lower the loss scale, or count towards a higher one."""
+        if self._parts.loss_scale is None:
+            return
+        state = self._state
+        new_scale, good = next_scale(
+            scale, state.good_windows.value, is_finite, self._parts.loss_scale
+        )
+        state.loss_scale.assign(new_scale)
+        state.good_windows.assign(good)
+
+    def _counters(self, is_finite):
+        state = self._state
+        return {
+            "applied": ops.cast(is_finite, "int32"),
+            "updates": state.updates.value,
+            "skipped_updates": state.skipped_updates.value,
+            "consecutive_skips": state.consecutive_skips.value,
+        }
+
+    def take_gradients(
+        self, micro_batches: Tensor, weighing: Weighing, sums: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
         """Average the gradients of a window, and apply nothing.
 
         Args:
-            micro_batches: scalar tensor, int32, k.
-            weighing: `Weighing` of the window.
-            sums: list of tensors, float32, its weighted gradients.
+            micro_batches: scalar, int32, k.
+            weighing: of the window.
+            sums: its weighted gradients, float32.
 
         Returns:
-            Pair: the window's loss without regularization, a scalar tensor,
-            float32; and its gradients, list of tensors, float32.
+            Pair: the window's loss without regularization, a scalar, and its
+            gradients, float32.
         """
         count = ops.cast(micro_batches, "float32")
-        means, _, (_, weight, _) = self._window_means()
+        means, added = self._window_means()
         divisor = gradient_divisor(
-            weighing, total_weight=weight, micro_batches=count
+            weighing, total_weight=added.weight, micro_batches=count
         )
         # Copies, because sums may be variables that are about to be cleared.
         gradients = list(map(ops.copy, _divide(sums, divisor)))
         return total_loss(means, self._variables.survey.losses, 0.0), gradients
 
     def _window_means(self):
-        numerators, denominators, extras = self._variables.window.read()
-        means = window_means(numerators, denominators)
-        means = where_sum(self._variables.survey.is_sum, numerators, means)
-        return means, denominators, extras
+        added = self._variables.window.read()
+        means = window_means(added.numerators, added.denominators)
+        is_sum = self._variables.survey.is_sum
+        return where_sum(is_sum, added.numerators, means), added
 
-    def _commit(self, gradients, info, means, denominators, extras):
+    def _commit(self, gradients, info, means, added):
         """Make the update; every clock that counts updates moves."""
         state = self._state
         self._backend.apply(
-            self._optimizer, gradients, self._model.trainable_variables
+            self._optimizer, gradients, self._parts.model.trainable_variables
         )
         state.updates.assign(state.updates.value + 1)
         state.consecutive_skips.assign(
@@ -193,16 +231,15 @@ class Update:
             self._hooks.after_apply(replace(info, update=state.updates.value))
         self._variables.window.add_logs(logs)
         count = ops.cast(info.micro_batches, "float32")
-        self._add_to_epoch(means, denominators, extras, count)
+        self._add_to_epoch(means, added, count)
 
     def _for_optimizer(self, gradients, used):
         """Leave unused variables out, as Keras does, unless a hook looked."""
         looked = any(map(self._hooks.overrides, ("on_accumulate", "on_apply")))
-        passes = self._passes
+        overwritten = self._gradients.overwritten
         return [
             gradient
-            if mark is not None
-            or (looked and position not in passes.overwritten)
+            if mark is not None or (looked and position not in overwritten)
             else None
             for position, (gradient, mark) in enumerate(
                 zip(gradients, used, strict=True)
@@ -216,16 +253,15 @@ class Update:
         state.skipped_updates.assign(state.skipped_updates.value + 1)
         state.consecutive_skips.assign(state.consecutive_skips.value + 1)
 
-    def _add_to_epoch(self, means, denominators, extras, count):
+    def _add_to_epoch(self, means, added, count):
         """Add the window to the epoch's running means."""
-        regularization, _, samples = extras
+        samples = added.samples
         weights = where_sum(
-            self._variables.survey.is_sum, samples, denominators
+            self._variables.survey.is_sum, samples, added.denominators
         )
+        regularization = samples * added.regularization / count
         self._variables.epoch.add(
-            means * weights,
-            weights,
-            [samples * regularization / count, samples, samples],
+            Sums(means * weights, weights, regularization, samples, samples)
         )
         self._variables.epoch.add_logs(self._variables.window.logs())
 
@@ -235,44 +271,38 @@ class Update:
         )
         return losses | self._variables.window.values()
 
-    def running_logs(self):
+    def running_logs(self) -> dict[str, Tensor]:
         """Read the epoch so far: losses, metrics, logged values.
 
         Losses are NaN where no window has been applied yet.
         """
-        numerators, denominators, extras = self._variables.epoch.read()
-        means = window_means(numerators, denominators)
-        means = ops.where(ops.equal(extras[2], 0), float("nan"), means)
-        regularization = ops.divide_no_nan(*extras[:2])
-        loss = total_loss(means, self._variables.survey.losses, regularization)
-        with self._backend.holding(metric_variables(self._model)):
+        added, survey = self._variables.epoch.read(), self._variables.survey
+        means = window_means(added.numerators, added.denominators)
+        means = ops.where(ops.equal(added.samples, 0), float("nan"), means)
+        regularization = ops.divide_no_nan(added.regularization, added.weight)
+        loss = total_loss(means, survey.losses, regularization)
+        model = self._parts.model
+        with self._backend.holding(metric_variables(model)):
             found = results(
-                self._model,
-                self._variables.survey.losses,
-                loss,
-                means,
-                self._variables.survey.idle_metrics,
+                model, survey.losses, loss, means, survey.idle_metrics
             )
         return found | self._variables.epoch.values()
 
-    def running_logs_with(self, micro_batches):
+    def running_logs_with(self, micro_batches: Tensor) -> dict[str, Tensor]:
         """Read the epoch so far, as if the open window had been applied.
 
         Args:
-            micro_batches: scalar tensor, int32, those of the open window.
-
-        Returns:
-            Dict of tensors.
+            micro_batches: scalar, int32, those of the open window.
         """
         count = ops.cast(micro_batches, "float32")
-        means, denominators, extras = self._window_means()
+        means, added = self._window_means()
         read = [
             *self._variables.window.variables,
             *self._variables.epoch.variables,
-            *metric_variables(self._model),
+            *metric_variables(self._parts.model),
         ]
         with Scratch(read):
-            self._add_to_epoch(means, denominators, extras, count)
+            self._add_to_epoch(means, added, count)
             return self.running_logs()
 
 
@@ -280,14 +310,8 @@ def _divide(sums, divisor):
     """Divide the sums of gradients by what their weights add up to.
 
     A product costs so little that it is computed wherever it is read, while
-    the quotients of large gradients would be written to memory first.
-
-    Args:
-        sums: list of tensors, float32.
-        divisor: scalar tensor, float32, or `None` if that has been done.
-
-    Returns:
-        List of tensors, float32.
+    the quotients of large gradients would be written to memory first. `None`
+    stands for a division that has been done.
     """
     if divisor is None:
         return sums

@@ -1,82 +1,98 @@
 """What a window keeps in variables: sums, and what it may have to put back."""
 
 import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from accumtrainer.keras_api import keras, ops
-from accumtrainer.window.objective import is_random_state, metric_variables
+from accumtrainer.keras_api.types import Tensor, Variable
+from accumtrainer.window.gradients import Gradients
+from accumtrainer.window.objective import (
+    is_random_state,
+    metric_variables,
+    unique,
+)
+from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.state import Tally
+from accumtrainer.window.survey import Survey
 
 
 class WindowVariables:
     """The variables that a window moves, in the model and beside it.
 
     Args:
-        hooks: `Hooks`, usually the Trainer.
-        state: `TrainingState`.
-        backend: the functions a backend must provide.
-        survey: `Survey`.
-        passes: `Passes`.
+        parts: whose windows they are.
+        gradients: what is done with lists of gradients.
+        survey: of a first micro-batch.
+        looks_ahead: whether windows may be run through twice.
 
     Attributes:
-        survey: `Survey` of micro-batches like those to come.
-        window: `Tally` of a window of them.
-        epoch: `Tally` of the epoch's windows, those that were skipped aside.
-        borrowed: list of variables that hooks read and nobody moves.
-        accumulators: list of variables to which gradients are added from one
-            call to the next; see `make_accumulators`.
-        streams: list of random states that are drawn from and belong to
-            nobody.
-        start: list of variables with the values that a window began with.
-        moved: list of the variables that micro-batches give new values.
+        survey: of micro-batches like those to come.
+        window: sums of a window of them.
+        epoch: sums of the epoch's windows, those that were skipped aside.
+        borrowed: variables that hooks read and nobody moves.
+        accumulators: variables to which gradients are added from one call to
+            the next; see `make_accumulators`.
+        streams: random states that are drawn from and belong to nobody.
+        start: variables with the values that a window began with.
+        moved: variables that micro-batches give new values.
     """
 
-    def __init__(self, hooks, state, backend, survey, passes):
-        self._model = hooks.model
-        self._optimizer = hooks.optimizer
-        self._state = state
-        self._backend = backend
-        self._tracked = passes.tracked
-        self._passes = passes
-        self._of_loss = hooks.variables_of_loss
-        self.accumulators = []
-        self._tallies = {}
-        self.borrowed, self.streams, self.moved = [], [], []
-        self._kept, self.start = [], []
-        self._keep(v for v in self._tracked if not is_random_state(v))
+    def __init__(
+        self,
+        parts: WindowParts,
+        gradients: Gradients,
+        survey: Survey,
+        *,
+        looks_ahead: bool,
+    ):
+        self._parts = parts
+        self._model = parts.model
+        self._optimizer = parts.hooks.optimizer
+        self._state = parts.state
+        self._backend = parts.backend
+        self._of_loss = parts.hooks.variables_of_loss
+        self._gradients = gradients
+        self._looks_ahead = looks_ahead
+        self.accumulators: list[Variable] = []
+        self._tallies: dict[Any, list[Tally]] = {}
+        self.borrowed: list[Variable] = []
+        self.streams: list[Variable] = []
+        self.moved: list[Variable] = []
+        self._kept: list[Variable] = []
+        self.start: list[Variable] = []
+        self._keep(v for v in parts.tracked if not is_random_state(v))
         self.expect(survey)
         self.follow(survey)
 
     # What it learns.
 
-    def expect(self, survey):
+    def expect(self, survey: Survey) -> None:
         """Get ready for micro-batches like one that was surveyed.
-
-        Args:
-            survey: `Survey`.
 
         Raises:
             ValueError: it writes to what is no part of the training.
         """
         known = [
-            *self._passes.variables,
+            *self._parts.variables,
             *self._optimizer.variables,
             *self._of_loss,
         ]
-        borrowed = _unique([*self.borrowed, *survey.find_borrowed(known)])
+        borrowed = unique([*self.borrowed, *survey.find_borrowed(known)])
         # Current first, while the programs know no others.
         self._backend.publish()
         self.borrowed = borrowed
         streams = survey.find_streams(known)
-        self.streams = _unique([*self.streams, *streams])
-        self.moved = _unique([*self.moved, *survey.moved, *streams])
+        self.streams = unique([*self.streams, *streams])
+        self.moved = unique([*self.moved, *survey.moved, *streams])
         self._keep(
             v
             for v in [*survey.written, *streams]
             # A window that is run through twice draws the same numbers twice.
-            if self._passes.looks_ahead or not is_random_state(v)
+            if self._looks_ahead or not is_random_state(v)
         )
 
-    def follow(self, survey):
+    def follow(self, survey: Survey) -> None:
         """Turn to micro-batches like those of a survey that was expected."""
         if survey.signature not in self._tallies:
             self._backend.publish()
@@ -95,7 +111,7 @@ class WindowVariables:
         self.survey = survey
 
     @property
-    def revision(self):
+    def revision(self) -> int:
         """How much `expect` has found, a number that only grows.
 
         What was compiled for less keeps less, and must not run any more.
@@ -103,9 +119,9 @@ class WindowVariables:
         parts = (self.borrowed, self.moved, self.start, self._tallies)
         return sum(map(len, parts))
 
-    def _keep(self, variables):
+    def _keep(self, variables: Iterable[Variable]) -> None:
         """Make room for the values that variables have before a window."""
-        self._kept = _unique([*self._kept, *variables])
+        self._kept = unique([*self._kept, *variables])
         self.start += [
             keras.Variable(
                 ops.convert_to_tensor(v),
@@ -120,7 +136,7 @@ class WindowVariables:
     # What there is.
 
     @property
-    def parts(self):
+    def parts(self) -> dict[str, list[Variable]]:
         """What lasts from one window to the next, by part; see `PARTS`."""
         return {
             "model": [
@@ -129,14 +145,14 @@ class WindowVariables:
             ],
             "optimizer": list(self._optimizer.variables),
             "state": self._state.variables,
-            "tracked": self._tracked,
+            "tracked": list(self._parts.tracked),
             "streams": self.streams,
             "metrics": metric_variables(self._model),
             "means": self.epoch.variables,
         }
 
     @property
-    def passing(self):
+    def passing(self) -> list[Variable]:
         """What is empty between windows, or written when one begins.
 
         The accumulators come last, since they may be made last.
@@ -145,35 +161,35 @@ class WindowVariables:
         return [*windows, *self.start, *self.accumulators]
 
     @property
-    def all(self):
+    def all_variables(self) -> list[Variable]:
         """Every variable a window reads or changes, each once."""
         # In one order, of whichever kind the micro-batches are.
         parts = self.parts | {"means": []}
         lasting = (v for part in parts.values() for v in part)
         epochs = [v for _, e in self._tallies.values() for v in e.variables]
-        return _unique([*lasting, *epochs, *self.borrowed, *self.passing])
+        return unique([*lasting, *epochs, *self.borrowed, *self.passing])
 
     @property
-    def moved_by_passes(self):
+    def moved_by_passes(self) -> list[Variable]:
         """What micro-batches change before the window is applied."""
         return [
             *self._model.non_trainable_variables,
             *metric_variables(self._model),
-            *self._tracked,
+            *self._parts.tracked,
             *self.streams,
             *self._state.variables,
         ]
 
     @property
-    def read_by_passes(self):
+    def read_by_passes(self) -> list[Variable]:
         """What micro-batches may read; of the optimizer, its numbers."""
         numbers = [v for v in self._optimizer.variables if not v.shape]
-        known = self._passes.variables
+        known = self._parts.variables
         return [*known, *self._of_loss, *self.borrowed, *numbers]
 
     # Sums of gradients that last from one call to the next.
 
-    def make_accumulators(self):
+    def make_accumulators(self) -> None:
         """Make what gradients are added to from one call to the next.
 
         Windows that run in one call need no such memory.
@@ -183,7 +199,7 @@ class WindowVariables:
         self._backend.publish()
         self.accumulators = [
             keras.Variable(
-                _filled_with(self._passes.least(position)),
+                _filled_with(self._gradients.least(position)),
                 shape=v.shape,
                 dtype="float32",
                 trainable=False,
@@ -192,25 +208,25 @@ class WindowVariables:
             for position, v in enumerate(self._model.trainable_variables)
         ]
 
-    def accumulate(self, gradients):
+    def accumulate(self, gradients: list[Tensor | None]) -> None:
         """Add gradients to the accumulators, `None` standing for nothing."""
         for position, (total, gradient) in enumerate(
             zip(self.accumulators, gradients, strict=True)
         ):
             if gradient is None:
                 continue
-            if position in self._passes.overwritten:
+            if position in self._gradients.overwritten:
                 total.assign(ops.maximum(total.value, gradient))
             else:
                 self._backend.add_to(total, gradient)
 
     @property
-    def accumulated(self):
-        """The sums of gradients, list of tensors, float32."""
+    def accumulated(self) -> list[Tensor]:
+        """The sums of gradients, float32."""
         return [accumulator.value for accumulator in self.accumulators]
 
     @contextlib.contextmanager
-    def begun_empty(self):
+    def begun_empty(self) -> Iterator[None]:
         """Make a scope in which the sums of losses begin at nothing.
 
         Between windows they are empty, but a compiler cannot know it. It does
@@ -223,18 +239,18 @@ class WindowVariables:
         for variable, value in zip(self.window.variables, before, strict=True):
             variable.assign(value)
 
-    def clear_sums(self):
+    def clear_sums(self) -> None:
         """Begin with sums of no micro-batches, of losses and of gradients."""
         self.window.clear()
         for position, accumulator in enumerate(self.accumulators):
-            least = self._passes.least(position)
+            least = self._gradients.least(position)
             value = accumulator.value
             fill = _filled_with(least)
             accumulator.assign(fill(value.shape, value.dtype))
 
     # The beginnings of epochs and windows.
 
-    def start_epoch(self, epoch):
+    def start_epoch(self, epoch: int) -> None:
         """Begin an epoch's running means, and forget a broken-off window."""
         self._state.epoch.assign(epoch)
         self.epoch.clear()
@@ -242,12 +258,12 @@ class WindowVariables:
         for metric in self._model.metrics:
             metric.reset_state()
 
-    def keep_start(self, is_first=None):
+    def keep_start(self, is_first: Tensor | None = None) -> None:
         """Remember what may have to be put back.
 
         Args:
-            is_first: scalar tensor, bool, whether the window begins here;
-                without it, it does.
+            is_first: scalar, bool, whether the window begins here; without
+                it, it does.
         """
         values = self._backend.read(self._kept)
         for value, start in zip(values, self.start, strict=True):
@@ -255,12 +271,12 @@ class WindowVariables:
                 value = ops.where(is_first, value, start.value)
             start.assign(value)
 
-    def put_back(self):
+    def put_back(self) -> None:
         """Put everything back as the window's start has found it."""
         for variable, start in zip(self._kept, self.start, strict=True):
             self._backend.write(variable, start.value)
 
-    def undo(self):
+    def undo(self) -> None:
         """Put back what a skipped window changed; what is random stays."""
         for variable, start in zip(self._kept, self.start, strict=True):
             if not is_random_state(variable):
@@ -271,7 +287,3 @@ def _filled_with(value):
     if not value:
         return ops.zeros  # for which JAX compiles nothing
     return lambda shape, dtype: ops.full(shape, value, dtype)
-
-
-def _unique(variables):
-    return list({id(v): v for v in variables}.values())

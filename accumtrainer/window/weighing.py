@@ -18,7 +18,7 @@ all that is differentiated is as large as in the big batch.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from accumtrainer.keras_api import ops
 
@@ -63,6 +63,55 @@ class Weighing:
         is_known = self.rule != "denominator" or self.is_uniform
         divides = self.divides_losses or is_known or is_alone
         return replace(self, divides_losses=divides)
+
+
+class Share(NamedTuple):
+    """What a replica knows of the window it runs a part of.
+
+    Args:
+        micro_batches: scalar, int32, how many it runs.
+        total: scalar, int32, how many all replicas run, copies counted once.
+        replica: scalar, int32, its index.
+        split: scalar, int32, how many it runs that are not copies; `None`
+            where nobody else runs any.
+        weighing: of the window.
+        totals: `(losses,)`, float32, the denominators of the window, where
+            the weighing needs them.
+    """
+
+    micro_batches: Any
+    total: Any
+    replica: Any = 0
+    split: Any = None
+    weighing: Weighing | None = None
+    totals: Any = None
+
+    @classmethod
+    def whole(
+        cls,
+        micro_batches: Any,
+        weighing: Weighing | None = None,
+        totals: Any = None,
+    ) -> "Share":
+        """Make the share of one who runs all micro-batches."""
+        return cls(
+            micro_batches, micro_batches, weighing=weighing, totals=totals
+        )
+
+    def seat(self, index: Any) -> Any:
+        """Give a micro-batch its number among those of all replicas.
+
+        Args:
+            index: scalar, int32, its place in this share.
+
+        Returns:
+            Scalar, int32, below `total`; the same for each copy.
+        """
+        if self.split is None:
+            return index
+        beyond = self.total - self.micro_batches
+        before = self.replica * self.split
+        return index + ops.where(index < self.split, before, beyond)
 
 
 def choose_weighing(losses, *, combine, is_even, divides_losses=False):

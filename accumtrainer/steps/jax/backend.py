@@ -78,25 +78,10 @@ class JaxBackend(Backend):
                 result = function(*arguments)
             return result, values_in(scope, holder.variables)
 
-        is_compiled = jit_compile and not self._run_eagerly
-        run = (
-            Compiled(pure, holder, self._warn_of_many_shapes)
-            if is_compiled
-            else Eager(pure, holder)
-        )
-
-        def call(*arguments):
-            leaves, treedef = jax.tree.flatten(arguments)
-            self._activate(holder)
-            return run(leaves, treedef)
-
-        def peak_bytes(*arguments):
-            leaves, treedef = jax.tree.flatten(arguments)
-            self._activate(holder)
-            return run.peak_bytes(leaves, treedef)
-
-        call.peak_bytes = peak_bytes  # type: ignore[attr-defined]
-        return call
+        if jit_compile and not self._run_eagerly:
+            warn = self._warn_of_many_shapes
+            return Compiled(pure, holder, self._activate, warn)
+        return Eager(pure, holder, self._activate)
 
     def accepts(self, is_finite):
         return is_finite

@@ -24,19 +24,23 @@ class Compiled:
     Args:
         function: takes the arrays of all variables and a nest of arguments,
             returns a nest of arrays and the new arrays of all variables.
-        holder: `Holder` of the variables.
+        holder: of the variables.
+        activate: function of a holder, which is to have the arrays now.
         warn_of_many_shapes: function that is given the latest shapes.
     """
 
-    def __init__(self, function, holder, warn_of_many_shapes):
+    def __init__(self, function, holder, activate, warn_of_many_shapes):
         self._function = function
         self._holder = holder
+        self._activate = activate
         self._warn_of_many_shapes = warn_of_many_shapes
         self._variables = []
         self._programs = {}
 
-    def __call__(self, leaves, treedef):
+    def __call__(self, *arguments):
+        leaves, treedef = jax.tree.flatten(arguments)
         holder = self._holder
+        self._activate(holder)
         self._look_at_variables()
         key = (treedef, *((leaf.shape, leaf.dtype) for leaf in leaves))
         program = self._programs.get(key)
@@ -64,13 +68,15 @@ class Compiled:
                 self._programs = {}
             self._variables = variables
 
-    def peak_bytes(self, leaves, treedef):
+    def peak_bytes(self, *arguments):
         """Ask the compiler for the most memory that a call takes.
 
         Returns:
             int, of one device: all variables, arguments, results and what is
             needed in between.
         """
+        leaves, treedef = jax.tree.flatten(arguments)
+        self._activate(self._holder)
         self._look_at_variables()
         run, changed, kept = self._trace(leaves, treedef)
         arrays = self._holder.arrays
@@ -128,18 +134,22 @@ class Eager:
 
     Args:
         function: as for `Compiled`.
-        holder: `Holder` of the variables.
+        holder: of the variables.
+        activate: as there.
     """
 
-    def __init__(self, function, holder):
+    def __init__(self, function, holder, activate):
         self._function = function
         self._holder = holder
+        self._activate = activate
 
-    def peak_bytes(self, leaves, treedef):
+    def peak_bytes(self, *arguments):
         """Refuse to answer: no compiler has planned anything."""
         raise ValueError(errors.EAGER_MEMORY)
 
-    def __call__(self, leaves, treedef):
+    def __call__(self, *arguments):
+        leaves, treedef = jax.tree.flatten(arguments)
+        self._activate(self._holder)
         arguments = jax.tree.unflatten(treedef, _to_device(leaves))
         with jax.disable_jit():
             result, arrays = self._function(self._holder.arrays, arguments)
@@ -151,7 +161,7 @@ class Holder:
     """The arrays of one program's variables, while they are not published.
 
     Args:
-        program: object with `variables`.
+        program: lists them, see `HasVariables`.
         replicas: `JaxReplicas`, each of which needs every array.
     """
 
@@ -166,7 +176,7 @@ class Holder:
         """Read the arrays afresh if the host could have written."""
         if self.arrays is not None:
             return
-        variables = self._program.variables
+        variables = self._program.all_variables
         if list(map(id, variables)) != list(map(id, self.variables)):
             self.variables = variables
         self.arrays = [self.replicas.copy(_read(v)) for v in variables]

@@ -92,15 +92,12 @@ class TensorFlowBackend(Backend):
 
     def trace(self, function, batch):
         with self.scope():
-            return self._trace(function, batch)
-
-    def _trace(self, function, batch):
-        if self._run_eagerly:
-            function(tree.map_structure(_to_tensor, batch))
-            return set()
-        traced = tf.function(function, autograph=False)
-        specs = tree.map_structure(to_spec, batch)
-        return _operations(traced.get_concrete_function(specs).graph)
+            if self._run_eagerly:
+                function(tree.map_structure(_to_tensor, batch))
+                return set()
+            traced = tf.function(function, autograph=False)
+            specs = tree.map_structure(to_spec, batch)
+            return _operations(traced.get_concrete_function(specs).graph)
 
     def compile(self, function, program, *, jit_compile):
         del program

@@ -1,0 +1,181 @@
+"""The numbers of a window: packed by kind, and read when somebody looks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from accumtrainer.keras_api import ops
+from accumtrainer.keras_api.types import Tensor
+from accumtrainer.window.numbers import OfMicroBatch
+
+CLOCKS = (
+    "learning_rate",
+    "gradient_norm",
+    "loss_scale",
+    "updates",
+    "skipped_updates",
+)
+"""What every log carries beside losses and metrics."""
+
+
+class Place(NamedTuple):
+    """Where a number belongs, and among which of `Packed` it comes next."""
+
+    section: str
+    name: str
+    kind: Literal["floats", "ints", "others"]
+
+
+class Packed(NamedTuple):
+    """Tensors of several sections, as a compiled function returns them.
+
+    Args:
+        floats: `(n,)`, float32, the scalars that are no integers.
+        ints: `(m,)`, int32.
+        others: those that are no scalars.
+        places: a dict of one key, a `Place` for each in their order. As a key
+            it is a part of the result's structure, as tracing has found it,
+            and no tensor.
+    """
+
+    floats: Tensor | None
+    ints: Tensor | None
+    others: list[Tensor]
+    places: dict[tuple[Place, ...], tuple[()]]
+
+
+def pack(sections: dict[str, dict[str, Tensor]]) -> Packed:
+    """Pack tensors by kind; runs while tracing."""
+    places, tensors = [], {"floats": [], "ints": [], "others": []}
+    for section, values in sections.items():
+        for name, value in values.items():
+            value = ops.convert_to_tensor(value)
+            kind = _kind(value)
+            places.append(Place(section, name, kind))
+            tensors[kind].append(value)
+    floats = [ops.cast(value, "float32") for value in tensors["floats"]]
+    ints = tensors["ints"]
+    return Packed(
+        ops.stack(floats) if floats else None,
+        ops.stack(ints) if ints else None,
+        tensors["others"],
+        {tuple(places): ()},
+    )
+
+
+def _kind(value):
+    if len(value.shape) != 0:
+        return "others"
+    dtype = str(value.dtype)
+    return "ints" if "int32" in dtype and "uint" not in dtype else "floats"
+
+
+class Report:
+    """The numbers of one window, on the device until somebody looks.
+
+    Args:
+        packed: what a compiled function returned.
+        micro_batches: packed `OfMicroBatch`es, k tensors or one; or parts.
+        join: makes them of parts that replicas have run, `[n, ...]`.
+    """
+
+    def __init__(
+        self,
+        packed: Packed,
+        micro_batches: Sequence[Tensor] | Tensor = (),
+        join: Callable[[np.ndarray], OfMicroBatch] = OfMicroBatch.unpack,
+    ):
+        self._packed = packed
+        (self._places,) = packed.places
+        self._micro_batches = micro_batches
+        self._join = join
+        self._numbers: dict[str, dict[str, Any]] | None = None
+
+    def wait(self) -> None:
+        """Wait until the window has run."""
+        np.asarray(self._packed.ints)
+
+    def section(self, name: str) -> dict[str, Any]:
+        """Read `"window"`, `"running"` or `"counters"` as Python numbers."""
+        if self._numbers is None:
+            floats, ints, others, _ = self._packed
+            unread = {
+                "floats": iter([] if floats is None else _to_list(floats)),
+                "ints": iter([] if ints is None else _to_list(ints)),
+                "others": map(np.asarray, others),
+            }
+            self._numbers = {place.section: {} for place in self._places}
+            for section, key, kind in self._places:
+                self._numbers[section][key] = next(unread[kind])
+        return dict(self._numbers[name])
+
+    def has(self, name: str) -> bool:
+        """Whether a section is there; without waiting for the device."""
+        return any(place.section == name for place in self._places)
+
+    def tensors(self, name: str) -> dict[str, Tensor | None]:
+        """Name a section's numbers, and hand out its other tensors.
+
+        Without waiting for the device: a number is `None`.
+        """
+        others = iter(self._packed.others)
+        found = [
+            (place, next(others) if place.kind == "others" else None)
+            for place in self._places
+        ]
+        return {place.name: v for place, v in found if place.section == name}
+
+    def window_logs(self) -> dict[str, Any]:
+        """Read what this window alone was like."""
+        counters = self.section("counters")
+        return self.section("window") | {
+            "applied": bool(counters["applied"]),
+            "updates": counters["updates"],
+            "skipped_updates": counters["skipped_updates"],
+        }
+
+    def running(self) -> dict[str, Any]:
+        """Read the epoch so far as one of its windows shows it.
+
+        A window's loss that is not finite is shown, although the running
+        mean has forgotten that window: `TerminateOnNaN` looks for it here.
+        Where there are no means yet, the window's losses are shown.
+        """
+        logs = self.section("running")
+        if self.has("window"):
+            window = self.section("window")
+            if not np.isfinite(window["loss"]):
+                logs["loss"] = window["loss"]
+            logs |= {
+                name: window[name]
+                for name, value in logs.items()
+                if name in window and np.all(np.isnan(value))
+            }
+        return logs
+
+    def running_logs(self) -> dict[str, Any]:
+        """Read `running` and the clocks."""
+        return self.running() | self._clocks()
+
+    def epoch_logs(self) -> dict[str, Any]:
+        """Read the epoch so far and the clocks.
+
+        Windows that were skipped are forgotten; the loss is NaN if all were.
+        """
+        return self.section("running") | self._clocks()
+
+    def _clocks(self):
+        window = self.window_logs()
+        return {name: window[name] for name in CLOCKS}
+
+    def micro_batches(self) -> dict[str, np.ndarray]:
+        """Read each number of `OfMicroBatch` that is known, `(k,)`."""
+        rows = self._micro_batches
+        if isinstance(rows, list):
+            rows = [np.asarray(row) for row in rows]
+        return self._join(np.asarray(rows)).as_dict()
+
+
+def _to_list(tensor):
+    return np.asarray(tensor).tolist()

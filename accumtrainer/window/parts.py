@@ -1,0 +1,49 @@
+"""What all parts of the window algorithm work with, told once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from accumtrainer.config import LossScale
+from accumtrainer.window.hooks import Hooks
+from accumtrainer.window.objective import metric_variables
+from accumtrainer.window.state import TrainingState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowParts:
+    """Whose windows run, and on what.
+
+    Args:
+        hooks: usually the Trainer.
+        state: its counters, loss scale and random state.
+        backend: a `steps.Backend`, which stands above this wing.
+        tracked: variables that hooks may move, undone by a skipped window.
+        loss_scale: `None` to leave the loss as it is.
+        combine: as in `Accumulation`.
+        training: whether layers and hooks are told that this is training.
+    """
+
+    hooks: Hooks
+    state: TrainingState
+    backend: Any
+    tracked: Sequence[Any] = ()
+    loss_scale: LossScale | None = None
+    combine: Literal["exact", "mean", "sum"] = "exact"
+    training: bool = True
+
+    @property
+    def model(self) -> Any:
+        """The model that is trained."""
+        return self.hooks.model
+
+    @property
+    def variables(self) -> list[Any]:
+        """What a micro-batch may read or move, what it borrows aside."""
+        return [
+            *self.model.trainable_variables,
+            *self.model.non_trainable_variables,
+            *metric_variables(self.model),
+            *self.tracked,
+            *self.state.variables,
+        ]
