@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from accumtrainer.steps.step import Report
+from accumtrainer.steps import Report
 
 LEAST = 2
 """Windows that may always be in flight: one runs, and one waits for it."""
