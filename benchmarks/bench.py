@@ -48,6 +48,17 @@ ALL_CELLS = [name for name in CELLS if name != "deep"]
 def read_arguments():
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_what_is_measured(parser)
+    add_what_is_made_of_it(parser)
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.cells = QUICK_CELLS
+        arguments.contenders = QUICK_CONTENDERS
+    return arguments
+
+
+def add_what_is_measured(parser):
+    """Add the arguments that choose cells, contenders and rounds."""
     for name, known, default in (
         ("cells", CELLS, ALL_CELLS),
         ("contenders", CONTENDERS, list(CONTENDERS)),
@@ -84,6 +95,10 @@ def read_arguments():
         metavar="PYTHON",
         help="interpreter that has Lightning and Accelerate",
     )
+
+
+def add_what_is_made_of_it(parser):
+    """Add the arguments that say what else to do."""
     parser.add_argument(
         "--memory", action="store_true", help="measure peak memory too"
     )
@@ -103,11 +118,6 @@ def read_arguments():
     parser.add_argument(
         "--peak-of-one", action="store_true", help=argparse.SUPPRESS
     )
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.cells = QUICK_CELLS
-        arguments.contenders = QUICK_CONTENDERS
-    return arguments
 
 
 def make_cells(arguments):

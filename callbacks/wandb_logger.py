@@ -16,6 +16,7 @@ import numpy as np
 
 from accumtrainer import Every, Logger
 from accumtrainer.callbacks.background import Background
+from accumtrainer.callbacks.best_values import BestValues
 from accumtrainer.callbacks.description import describe_training
 from accumtrainer.callbacks.keep_gradients import KeepGradients
 from accumtrainer.callbacks.wandb_rows import import_wandb
@@ -23,9 +24,6 @@ from accumtrainer.callbacks.wandb_run import WandbRun
 from accumtrainer.keras_api import keras
 
 WATCHED = (None, "weights", "gradients", "all")
-
-LOWER_IS_BETTER = ("loss", "error", "mse", "mae", "mape", "msle", "perplexity")
-HIGHER_IS_BETTER = ("accuracy", "acc", "auc", "precision", "recall", "f1_score")
 
 GATHER_SECS = 1.0
 """How long points are gathered; W&B pays two to three times for one alone."""
@@ -146,7 +144,7 @@ class WandbLogger(Logger):
         self.looks_at_model = watch is not None
         self._given_run = run
         self._options = init_options
-        self._best = _Best(best or {})
+        self._best = BestValues(best or {})
         self._checkpoints = log_checkpoints
         self._uploaded: str | None = None
         self._sent_plan: str | None = None
@@ -391,48 +389,6 @@ class WandbLogger(Logger):
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(message, RuntimeWarning, stacklevel=2)
-
-
-class _Best:
-    """The best value of each number of validation, and where it was.
-
-    Args:
-        directions: dict from names to `"min"` or `"max"`, before guessing.
-    """
-
-    def __init__(self, directions: dict[str, str]):
-        self._directions = directions
-        self.values: dict[str, Any] = {}
-
-    def concerns(self, numbers: dict[str, Any]) -> bool:
-        """Whether to look at a point.
-
-        Those of training, which are no plain dicts, would have to be read.
-        """
-        return type(numbers) is dict or bool(self._directions)
-
-    def update(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Look at a point; return what is new, by name in the summary."""
-        new = {}
-        for name, value in row.items():
-            sign = self._sign(name)
-            if sign and isinstance(value, int | float) and np.isfinite(value):
-                best = self.values.get(name)
-                if best is None or sign * value < sign * best:
-                    self.values[name] = value
-                    new[f"best_{name}"] = value
-                    new[f"best_{name}_updates"] = row["updates"]
-        return new
-
-    def _sign(self, name: str) -> int:
-        """Return 1 if lower is better, -1 if higher is, 0 if unknown."""
-        if name in self._directions:
-            return 1 if self._directions[name] == "min" else -1
-        if not name.startswith("val_"):
-            return 0
-        if name.endswith(LOWER_IS_BETTER):
-            return 1
-        return -1 if name.endswith(HIGHER_IS_BETTER) else 0
 
 
 def _counter(logger: Any) -> Callable[[], int | None]:
