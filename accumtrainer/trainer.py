@@ -6,15 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from accumtrainer.config import Accumulation, Every, LossScale, require_choice
-from accumtrainer.data.arrays import ArraySource
 from accumtrainer.data.batches import Batch, Window
-from accumtrainer.data.processes import ShareSource
-from accumtrainer.data.source import check_ends
+from accumtrainer.data.source import SourceOptions, check_ends
 from accumtrainer.data.sources import (
-    FirstBatches,
+    OnePiece,
     make_source,
-    make_source_of_one,
-    train_validation_split,
+    make_training_source,
+    recognize,
+    recognize_sets,
 )
 from accumtrainer.diagnosis.equivalence import Equivalence
 from accumtrainer.diagnosis.inspection import Inspection
@@ -429,45 +428,40 @@ class Trainer(Hooks):
         if saved is not None:
             check_same(saved, self)
             self.seed = saved.about["seed"]
+        data = recognize(x, y, sample_weight)
         if validation_split and validation_data is None:
-            (x, y, sample_weight), validation_data = train_validation_split(
-                x, y, sample_weight, validation_split
-            )
-        source = make_source(
-            x,
-            y,
-            sample_weight,
-            batch_size=batch_size,
-            shuffle=False if overfit_batches else shuffle,
-            seed=self.seed,
-            class_weight=class_weight,
-            steps=(
-                None
-                if overfit_batches
-                else limited(
-                    "steps_per_epoch", steps_per_epoch, "max_steps_per_epoch"
-                )
-            ),
-            epochs_before=(
-                max(0, self.progress_at_most.epochs - initial_epoch)
-                if saved is None
-                else 0  # The run that goes on knows its own.
-            ),
-        )
-        is_loader = not isinstance(source, ArraySource)
-        if not options.may_end_amid_epoch and not overfit_batches:
-            check_ends(source, "steps_per_epoch", ", or max_updates")
+            data, held_back = data.split(validation_split)
+            validation_sets: dict[str, Any] = {"": held_back}
+        else:
+            validation_sets = recognize_sets(validation_data)
+        epochs_before = 0  # a run that goes on knows its own
+        if saved is None:
+            epochs_before = max(0, self.progress_at_most.epochs - initial_epoch)
         if overfit_batches:
-            source = FirstBatches(source, overfit_batches)
-        if self._engine.processes > 1 and is_loader:
-            source = ShareSource(source, self._engine)
-        validation = Validation(
-            validation_data,
-            batch_size=(
-                batch_size
-                if validation_batch_size is None
-                else validation_batch_size
+            shuffle, steps_per_epoch = False, None
+        else:
+            steps_per_epoch = limited(
+                "steps_per_epoch", steps_per_epoch, "max_steps_per_epoch"
+            )
+        source = make_training_source(
+            data,
+            SourceOptions(
+                batch_size=batch_size,
+                shuffle=shuffle,
+                seed=self.seed,
+                class_weight=class_weight,
+                steps=steps_per_epoch,
+                epochs_before=epochs_before,
             ),
+            self._engine,
+            first=overfit_batches,
+            must_end=not options.may_end_amid_epoch,
+        )
+        if validation_batch_size is None:
+            validation_batch_size = batch_size
+        validation = Validation(
+            validation_sets,
+            batch_size=validation_batch_size,
             steps=validation_steps,
             first=int(fast_dev_run) or None,
         )
@@ -675,8 +669,7 @@ class Trainer(Hooks):
         """
         engine = self._engine
         engine.check_model()
-        source = make_source_of_one(x, y, sample_weight, class_weight)
-        window = self._cut(source)
+        window = self._cut(OnePiece(x, y, sample_weight, class_weight))
         engine.prepare(window)
         engine.start_epoch(self.progress_at_most.epochs)
         with Interruption().deferred() as interruption:
@@ -723,10 +716,8 @@ class Trainer(Hooks):
             [1, 2, 4, 8]
         """
         self._engine.check_model()
-        source = make_source_of_one(
-            *keras.utils.unpack_x_y_sample_weight(batch)
-        )
-        window = source.window(list(source.iterate(0)), None)
+        data = OnePiece(*keras.utils.unpack_x_y_sample_weight(batch))
+        window = data.window()
         self._engine.prepare(window)
         return self._engine.memory_plan(window, sizes)
 
@@ -763,27 +754,23 @@ class Trainer(Hooks):
             True
         """
         self._engine.check_model()
-        source = make_source_of_one(
-            *keras.utils.unpack_x_y_sample_weight(batch)
-        )
-        window = self._cut(source)
+        data = OnePiece(*keras.utils.unpack_x_y_sample_weight(batch))
+        window = self._cut(data)
         if window.micro_batches < 2:
             raise ValueError(
                 "batch must make at least two micro-batches. Received: "
                 f"{window.samples} samples, which make one under "
                 f"{self.accumulation}. Give more samples, or accumulate more."
             )
-        return self._engine.check_equivalence(
-            window, source.window(list(source.iterate(0)), None), tolerance
-        )
+        return self._engine.check_equivalence(window, data.window(), tolerance)
 
-    def _cut(self, source):
+    def _cut(self, data: OnePiece) -> Window:
         """Cut all there is into the micro-batches of one window."""
         size = self._engine.rows_per_pass
         if size is None:
             steps = self.accumulation.steps_at(0, self.progress.updates)
-            size = math.ceil(source.samples_per_epoch / steps)
-        return self._engine.cut(source.window(list(source.iterate(0)), size))
+            size = math.ceil(data.samples / steps)
+        return self._engine.cut(data.window(size))
 
     def _dispatcher(self, callbacks, source, verbose):
         """Make the dispatcher of one pass over a source."""

@@ -1,6 +1,8 @@
 """Loader batches cut from arrays in memory."""
 
 import math
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -8,17 +10,18 @@ from accumtrainer import errors
 from accumtrainer.data.batches import (
     Batch,
     Window,
-    as_arrays,
     count_samples,
     map_leaves,
     slice_sizes,
     take_rows,
-    weigh_classes,
     window_of_rows,
 )
+from accumtrainer.data.position import Position
+from accumtrainer.data.reading import weigh_classes
 from accumtrainer.data.source import (
+    DEFAULT_BATCH_SIZE,
     Source,
-    check_sizes,
+    SourceOptions,
     part_of_pass,
     permutation,
     require_same,
@@ -26,8 +29,7 @@ from accumtrainer.data.source import (
     warn_of_the_end,
 )
 from accumtrainer.keras_api import tree
-
-DEFAULT_BATCH_SIZE = 32
+from accumtrainer.keras_api.types import Nest
 
 
 class ArraySource(Source):
@@ -38,89 +40,63 @@ class ArraySource(Source):
     epoch, with a warning, and the next one begins with a new pass.
 
     Args:
-        x: array or nest of arrays; every leaf has one row per sample.
-        y: the same for targets, or `None`.
-        sample_weight: weights for y, or `None`. A single array beside several
-            outputs holds for each of them.
-        batch_size: samples in a loader batch. `None` means 32 or, with
-            `steps`, the data divided by them.
-        shuffle: whether every pass has an order of its own; `"batch"` for one
-            within every batch, whose samples stay together.
-        seed: whole number of at least 0. The order of a pass depends only on
-            it and on the index of the pass.
-        class_weight: dict `{class: weight}`, or `None`.
-        steps: loader batches in an epoch, or `None` for one pass.
-        epochs_before: epochs before epoch 0, whose orders do not come again.
+        data: every leaf has one row per sample. A single array of weights
+            beside several outputs holds for each of them.
+        options: how batches are taken.
 
     Raises:
-        TypeError: a leaf is no dense array, or an option has the wrong type.
+        TypeError: an option has the wrong type.
         ValueError: lengths differ, the data are empty, or an option has a
             value that is not allowed.
     """
 
     orders_epochs = True
+    batch_size: int
 
-    def __init__(
-        self,
-        x,
-        y=None,
-        sample_weight=None,
-        *,
-        batch_size=None,
-        shuffle=True,
-        seed=0,
-        class_weight=None,
-        steps=None,
-        epochs_before=0,
-    ):
-        check_sizes(batch_size, shuffle, steps)
-        data = Batch(
-            as_arrays(x, "x"),
-            as_arrays(y, "y"),
-            as_arrays(sample_weight, "sample_weight"),
-        )
+    def __init__(self, data: Batch, options: SourceOptions):
+        options.check_order()
         samples = count_samples(data)
-        if class_weight is not None:
-            data = weigh_classes(data, class_weight)
+        if options.class_weight is not None:
+            data = weigh_classes(data, options.class_weight)
         self._data = _spread_sample_weight(data)
         self._samples = samples
-        self._shuffle = shuffle
-        self._seed = seed
-        self._steps = steps
-        self._epochs_before = epochs_before
+        self._options = options
+        self._epochs_before = options.epochs_before
+        steps, batch_size = options.steps, options.batch_size
         if batch_size is None:
-            batch_size = (
-                math.ceil(samples / steps) if steps else DEFAULT_BATCH_SIZE
-            )
+            batch_size = DEFAULT_BATCH_SIZE
+            if steps is not None:
+                batch_size = math.ceil(samples / steps)
         self.batch_size = batch_size
         self._batches = math.ceil(samples / batch_size)
         self.batches_per_epoch = min(steps or self._batches, self._batches)
         self.samples_per_epoch = None if steps else samples
 
-    def iterate(self, epoch, start=0):
+    def iterate(self, epoch: int, start: int = 0) -> Iterator[np.ndarray]:
         """Yield the row indices of every loader batch, shape `[<= b]`."""
+        steps = self._options.steps
         pass_index, first, stop = part_of_pass(
-            epoch, self._steps, self._batches, start, self._epochs_before
+            epoch, steps, self._batches, start, self._epochs_before
         )
         order = self._order(pass_index)
         for batch in range(first, stop):
             row = batch * self.batch_size
             yield order[row : row + self.batch_size]
-        made = start + stop - first
-        if self._steps is not None and made < self._steps:
-            warn_of_the_end(made, self._steps)
+        warn_of_the_end(start + stop - first, steps)
 
-    def get_state(self):
+    def get_state(self) -> dict[str, Any]:
         return {
             "samples": self._samples,
             "batch_size": self.batch_size,
-            "shuffle": self._shuffle,
+            "shuffle": self._options.shuffle,
             "epochs_before": self._epochs_before,
             "batches": self.batches_per_epoch,
-            "has_steps": self._steps is not None,
+            "has_steps": self._options.steps is not None,
         }
 
-    def go_to(self, position, state, *, fast_forward):
+    def go_to(
+        self, position: Position, state: dict[str, Any], *, fast_forward: bool
+    ) -> None:
         """Go to a place in the same arrays, also with another batch size."""
         del fast_forward
         self._epochs_before = state.get("epochs_before", 0)
@@ -142,7 +118,9 @@ class ArraySource(Source):
             )
         position.batches = batches
 
-    def window(self, items, micro_batch_size):
+    def window(
+        self, items: Sequence[np.ndarray], micro_batch_size: int | None
+    ) -> Window:
         """Gather all rows of a window at once."""
         sizes = tuple(len(item) for item in items)
         if micro_batch_size is not None:
@@ -154,22 +132,21 @@ class ArraySource(Source):
             return Window(self._gather(table), None, sizes)
         return window_of_rows(self._gather(rows), sizes)
 
-    def _gather(self, rows):
+    def _gather(self, rows: np.ndarray) -> Batch:
         return map_leaves(lambda leaf: take_rows(leaf, rows), self._data)
 
-    def _order(self, pass_index):
-        if not self._shuffle:
+    def _order(self, pass_index: int) -> np.ndarray:
+        shuffle, seed = self._options.shuffle, self._options.seed
+        if not shuffle:
             return np.arange(self._samples, dtype=np.intp)
-        if self._shuffle != "batch":
-            return permutation(self._samples, self._seed, pass_index)
-        keys = np.random.default_rng((self._seed, pass_index)).random(
-            self._samples
-        )
+        if shuffle != "batch":
+            return permutation(self._samples, seed, pass_index)
+        keys = np.random.default_rng((seed, pass_index)).random(self._samples)
         batch = np.arange(self._samples) // self.batch_size
         return np.lexsort((keys, batch)).astype(np.intp, copy=False)
 
 
-def _spread_sample_weight(data):
+def _spread_sample_weight(data: Batch) -> Batch:
     """Give every output its weights when one array was given for all."""
     y, sample_weight = data.y, data.sample_weight
     if sample_weight is None or not tree.is_nested(y):
@@ -195,6 +172,6 @@ def _spread_sample_weight(data):
     return data._replace(sample_weight=spread)
 
 
-def _outline(nest):
+def _outline(nest: Nest) -> str:
     """Describe a nest by its shapes."""
     return str(map_leaves(lambda leaf: f"array{list(leaf.shape)}", nest))

@@ -2,26 +2,26 @@
 
 import warnings
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count, islice
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from accumtrainer import errors
 from accumtrainer.data.batches import (
     Batch,
+    Window,
     name_of,
     named_arrays,
-    unpack,
-    weigh_classes,
     window_of_batches,
 )
-from accumtrainer.data.position import fingerprint
+from accumtrainer.data.position import Position, fingerprint
+from accumtrainer.data.reading import unpack, weigh_classes
 from accumtrainer.data.source import (
     Source,
-    check_sizes,
+    SourceOptions,
     part_of_pass,
     permutation,
     require_same,
@@ -37,10 +37,10 @@ ENDLESS = 2**40
 class KnowsItsPlace(Protocol):
     """An iterator that can say where it is and go there, as Grain's can."""
 
-    def get_state(self):
+    def get_state(self) -> Any:
         """Return where the iterator is."""
 
-    def set_state(self, state):
+    def set_state(self, state: Any) -> None:
         """Go to where another iterator of the same data was."""
 
 
@@ -54,13 +54,9 @@ class PyDatasetSource(Source):
     arrays.
 
     Args:
-        dataset: the `keras.utils.PyDataset`; infinite when it has no length.
-        shuffle: whether every pass has an order of its own; an infinite
-            dataset is never shuffled.
-        seed: whole number of at least 0, as for arrays.
-        class_weight: dict `{class: weight}`, or `None`.
-        steps: loader batches in an epoch, or `None` for one pass.
-        epochs_before: epochs before epoch 0, whose orders do not come again.
+        dataset: the `keras.utils.PyDataset`; infinite when it has no length,
+            and then never shuffled.
+        options: how batches are taken.
 
     Raises:
         ValueError: the dataset asks for processes, or is empty.
@@ -68,17 +64,8 @@ class PyDatasetSource(Source):
 
     orders_epochs = True
 
-    def __init__(
-        self,
-        dataset,
-        *,
-        shuffle=True,
-        seed=0,
-        class_weight=None,
-        steps=None,
-        epochs_before=0,
-    ):
-        check_sizes(None, shuffle, steps)
+    def __init__(self, dataset: Any, options: SourceOptions):
+        options.check_order()
         if dataset.use_multiprocessing:
             raise ValueError(
                 "use_multiprocessing must be False in a PyDataset, because "
@@ -86,23 +73,22 @@ class PyDatasetSource(Source):
                 "use_multiprocessing=True. Use workers=n, which loads ahead "
                 "in n threads."
             )
-        if _num_batches(dataset) == 0:
+        batches, steps = _num_batches(dataset), options.steps
+        if batches == 0:
             raise ValueError(
                 "A PyDataset must hold at least one batch. Received: a "
                 "dataset of length 0. Check how it was made."
             )
         self._dataset = dataset
-        self._shuffle = shuffle
-        self._seed = seed
-        self._class_weight = class_weight
-        self._reader = _Reader(class_weight)
+        self._options = options
+        self._reader = _Reader(options.class_weight)
         self._steps = steps
-        self._epochs_before = epochs_before
+        self._epochs_before = options.epochs_before
         self._epochs_begun = 0
-        self.is_endless = steps is None and _num_batches(dataset) is None
-        self.batches_per_epoch = _least(steps, _num_batches(dataset))
+        self.is_endless = steps is None and batches is None
+        self.batches_per_epoch = _least(steps, batches)
 
-    def iterate(self, epoch, start=0):
+    def iterate(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield the `Batch`es of one epoch, loading ahead with threads."""
         if not start:
             self._begin_epoch()
@@ -113,19 +99,20 @@ class PyDatasetSource(Source):
         self._dataset.on_epoch_end()
         if not made:
             raise errors.NothingLeftError(errors.NO_BATCHES.format(epoch=epoch))
-        if self._steps is not None and made < self._steps:
-            warn_of_the_end(made, self._steps)
+        warn_of_the_end(made, self._steps)
 
-    def get_state(self):
+    def get_state(self) -> dict[str, Any]:
         return {
             "batches": self.batches_per_epoch,
-            "shuffle": self._shuffle,
+            "shuffle": self._options.shuffle,
             "epochs_before": self._epochs_before,
             "has_steps": self._steps is not None,
             "epochs_begun": self._epochs_begun,
         }
 
-    def go_to(self, position, state, *, fast_forward):
+    def go_to(
+        self, position: Position, state: dict[str, Any], *, fast_forward: bool
+    ) -> None:
         """Go to a batch by its index, past the ends of earlier epochs.
 
         The dataset is told again of the epochs it has been told of, in case
@@ -146,19 +133,21 @@ class PyDatasetSource(Source):
             return
         self._begin_epoch()
         index = next(self._indices(position.epoch, position.batches - 1))
-        item = _read(self._dataset[index], self._class_weight)
+        item = self._reader.batch_of(self._dataset[index])
         if position.last not in (None, fingerprint(item)):
             warnings.warn(errors.BATCH_HAS_CHANGED, stacklevel=2)
 
-    def window(self, items, micro_batch_size):
+    def window(
+        self, items: Sequence[Batch], micro_batch_size: int | None
+    ) -> Window:
         """Stack batches, or slice the single one."""
         return window_of_batches(items, micro_batch_size)
 
-    def _begin_epoch(self):
+    def _begin_epoch(self) -> None:
         self._dataset.on_epoch_begin()
         self._epochs_begun += 1
 
-    def _indices(self, epoch, start):
+    def _indices(self, epoch: int, start: int) -> Iterator[int]:
         batches = _num_batches(self._dataset)
         if batches is None:
             begin = epoch * (self._steps or 0)
@@ -171,11 +160,11 @@ class PyDatasetSource(Source):
             epoch, self._steps, batches, start, self._epochs_before
         )
         order = np.arange(batches)
-        if self._shuffle:
-            order = permutation(batches, self._seed, pass_index)
+        if self._options.shuffle:
+            order = permutation(batches, self._options.seed, pass_index)
         yield from order[first:stop].tolist()
 
-    def _load(self, indices):
+    def _load(self, indices: Iterator[int]) -> Iterator[Any]:
         workers = self._dataset.workers
         if workers > 1:
             ahead = self._dataset.max_queue_size or workers
@@ -183,25 +172,28 @@ class PyDatasetSource(Source):
         return (self._dataset[index] for index in indices)
 
 
-def _num_batches(dataset):
+def _num_batches(dataset: Any) -> int | None:
     """Return the length of a PyDataset, `None` when it is infinite."""
     try:
-        return dataset.num_batches
+        batches: int | None = dataset.num_batches
+        return batches
     except (NotImplementedError, TypeError):
         # PyDataset raises the first when there is no length at all, and
         # `len` the second when `__len__` returned None.
         return None
 
 
-def _least(*numbers):
+def _least(*numbers: int | None) -> int | None:
     """Return the smallest of some numbers, leaving out `None`."""
     return min((n for n in numbers if n is not None), default=None)
 
 
-def _load_ahead(dataset, indices, workers, ahead):
+def _load_ahead(
+    dataset: Any, indices: Iterator[int], workers: int, ahead: int
+) -> Iterator[Any]:
     """Yield `dataset[index]` in order, loaded by threads up to a limit."""
     with ThreadPoolExecutor(workers) as pool:
-        loading = deque()
+        loading: deque[Future] = deque()
         try:
             for index in indices:
                 loading.append(pool.submit(dataset.__getitem__, index))
@@ -226,32 +218,30 @@ class IterableSource(Source):
     Args:
         iterable: yields batches: a `tf.data.Dataset`, a torch `DataLoader`, a
             list of tuples, a generator.
-        class_weight: dict `{class: weight}`, or `None`.
-        steps: loader batches in an epoch, or `None`.
+        options: how batches are taken.
 
     Raises:
         ValueError: the iterable has length 0.
     """
 
-    def __init__(self, iterable, *, class_weight=None, steps=None):
-        check_sizes(None, False, steps)
-        length = _length(iterable)
+    def __init__(self, iterable: Iterable[Any], options: SourceOptions):
+        options.check_steps()
+        length, steps = _length(iterable), options.steps
         if length == 0:
             raise ValueError(
                 "x must hold at least one batch. Received: "
                 f"{type(iterable).__name__} of length 0. Check how it was made."
             )
         self._iterable = iterable
-        self._class_weight = class_weight
-        self._reader = _Reader(class_weight)
+        self._reader = _Reader(options.class_weight)
         self._steps = steps
         self.is_endless = steps is None and _is_endless(iterable)
-        self._iterator = None
+        self._iterator: Iterator[Any] | None = None
         self._taken = self._times_begun = 0
         self.is_one_shot = isinstance(iterable, Iterator)
         self.batches_per_epoch = _least(steps, length)
 
-    def iterate(self, epoch, start=0):
+    def iterate(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield the `Batch`es of one epoch."""
         made = start
         remaining = None if self._steps is None else self._steps - start
@@ -263,17 +253,18 @@ class IterableSource(Source):
             yield batch
         if not made:
             raise errors.NothingLeftError(errors.NO_BATCHES.format(epoch=epoch))
-        if self._steps is not None and made < self._steps:
-            warn_of_the_end(made, self._steps)
+        warn_of_the_end(made, self._steps)
 
-    def get_state(self):
+    def get_state(self) -> dict[str, Any]:
         """Return how much was taken, and what the iterator says of itself."""
         state = {"taken": self._taken, "times_begun": self._times_begun}
         if isinstance(self._iterator, KnowsItsPlace):
             state["iterator"] = self._iterator.get_state()
         return state
 
-    def go_to(self, position, state, *, fast_forward):
+    def go_to(
+        self, position: Position, state: dict[str, Any], *, fast_forward: bool
+    ) -> None:
         """Have the iterator go there, or run through what it yielded before.
 
         Without `fast_forward` earlier epochs are begun, not run through; the
@@ -286,8 +277,8 @@ class IterableSource(Source):
         if "iterator" in state:
             is_begun = position.is_amid_epoch or self._steps is not None
             if is_begun or self.is_one_shot:
-                self._begin(is_new=True)
-                self._iterator.set_state(state["iterator"])
+                iterator: Any = self._begin(is_new=True)
+                iterator.set_state(state["iterator"])
             self._times_begun = times_begun
             return
         if not self._taken:
@@ -313,7 +304,7 @@ class IterableSource(Source):
         else:
             self._check_same(first, position.first, position)
 
-    def _run_through(self, count):
+    def _run_through(self, count: int) -> Any:
         """Take so many items, pass after pass; return the last, or `None`."""
         last = None
         while count:
@@ -325,12 +316,14 @@ class IterableSource(Source):
             count -= taken
         return last
 
-    def _check_same(self, item, expected, position):
+    def _check_same(
+        self, item: Any, expected: str | None, position: Position
+    ) -> None:
         """Refuse data that come in another order than when they were saved."""
         if expected is None:
             return
         if item is not None:
-            item = fingerprint(_read(item, self._class_weight))
+            item = fingerprint(self._reader.batch_of(item))
         if item != expected:
             raise errors.DataError(
                 errors.OTHER_ORDER.format(
@@ -338,11 +331,13 @@ class IterableSource(Source):
                 )
             )
 
-    def window(self, items, micro_batch_size):
+    def window(
+        self, items: Sequence[Batch], micro_batch_size: int | None
+    ) -> Window:
         """Stack batches, or slice the single one."""
         return window_of_batches(items, micro_batch_size)
 
-    def _pass(self, epoch):
+    def _pass(self, epoch: int) -> Iterator[Any]:
         """Yield items from the beginning of an epoch to the end of a pass.
 
         Epochs of some steps go on with the pass that was begun; where nothing
@@ -359,9 +354,9 @@ class IterableSource(Source):
                 return
             is_new = True
 
-    def _begin(self, *, is_new):
+    def _begin(self, *, is_new: bool) -> Iterator[Any]:
         """Return the iterator to take from, a new one if there can be one."""
-        if self.is_one_shot:
+        if isinstance(self._iterable, Iterator):
             self._iterator = self._iterable
         elif is_new or self._iterator is None:
             self._times_begun += 1
@@ -369,13 +364,13 @@ class IterableSource(Source):
         return self._iterator
 
 
-def _last(items):
+def _last(items: Iterable[Any]) -> Any:
     """Run through items, return the last one, or `None`."""
     last = deque(items, maxlen=1)
     return last[0] if last else None
 
 
-def _length(iterable):
+def _length(iterable: Any) -> int | None:
     """Return `len(iterable)`, or `None` where it has none or is infinite."""
     try:
         length = len(iterable)
@@ -384,7 +379,7 @@ def _length(iterable):
     return length if length < ENDLESS else None
 
 
-def _is_endless(iterable):
+def _is_endless(iterable: Any) -> bool:
     """Whether an iterable says of itself that it never ends."""
     try:
         return len(iterable) >= ENDLESS
@@ -396,15 +391,24 @@ class _Reader:
     """Reads loader items, all of which must be built alike.
 
     Args:
-        class_weight: dict `{class: weight}`, or `None`.
+        class_weight: by class, which then weighs the samples.
     """
 
-    def __init__(self, class_weight):
+    def __init__(self, class_weight: dict[int, float] | None):
         self._class_weight = class_weight
-        self._axes = None
+        self._axes: dict[tuple, int] | None = None
 
-    def read(self, item, epoch, index):
-        """Read an item as a `Batch`, of arrays that stay as they are.
+    def batch_of(self, item: Any) -> Batch:
+        """Read an item as a `Batch`, of arrays that stay as they are."""
+        return self._weigh(unpack(item))
+
+    def _weigh(self, batch: Batch) -> Batch:
+        if self._class_weight is None:
+            return batch
+        return weigh_classes(batch, self._class_weight)
+
+    def read(self, item: Any, epoch: int, index: int) -> Batch:
+        """Read an item as `batch_of` does, and check it.
 
         Args:
             item: what the loader yielded.
@@ -442,10 +446,10 @@ class _Reader:
                     received=received or "no array", batch=index, epoch=epoch
                 )
             )
-        return _weigh(batch, self._class_weight)
+        return self._weigh(batch)
 
 
-def _difference(before, now):
+def _difference(before: dict[tuple, int], now: dict[tuple, int]) -> str:
     """Say how arrays, by key the number of their axes, differ."""
     key = next(k for k in [*now, *before] if before.get(k) != now.get(k))
     had, has = (
@@ -453,14 +457,3 @@ def _difference(before, now):
         for axes in (before, now)
     )
     return f"{has} in {name_of(*key)}, where the first batch had {had}"
-
-
-def _read(item, class_weight):
-    """Read a loader item, whose class labels may weigh its samples."""
-    return _weigh(unpack(item), class_weight)
-
-
-def _weigh(batch, class_weight):
-    if class_weight is None:
-        return batch
-    return weigh_classes(batch, class_weight)

@@ -1,13 +1,11 @@
-"""Where in the data training is, and what makes windows from there on."""
+"""Where in the data training is."""
 
 import dataclasses
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from accumtrainer import errors
 from accumtrainer.data.batches import leaves
 
 
@@ -37,40 +35,36 @@ class Position:
     epoch: int = 0
     batches: int = 0
     windows: int = 0
-    carried: list = dataclasses.field(default_factory=list)
+    carried: list[Any] = dataclasses.field(default_factory=list)
     first: Any = None
     last: Any = None
 
     @property
-    def is_amid_epoch(self):
+    def is_amid_epoch(self) -> bool:
         """Whether something of this epoch has been taken."""
         return self.batches > 0
 
-    def begin_next_epoch(self):
+    def begin_next_epoch(self) -> None:
         """Go to the beginning of the next epoch; carried items stay."""
         self.epoch += 1
         self.batches = self.windows = 0
 
-    def take(self, item):
+    def take(self, item: Any) -> None:
         """Note that a loader item has been taken."""
         if not self.batches:
             self.first = item
         self.batches += 1
         self.last = item
 
-    def take_group(self):
-        """Begin a window of the carried items, of which there is at least one.
-
-        Returns:
-            Tuple of them.
-        """
+    def take_group(self) -> tuple[Any, ...]:
+        """Begin a window of the carried items, at least one."""
         group = tuple(self.carried)
         self.carried.clear()
         self.windows += 1
         return group
 
-    def get_state(self):
-        """Return what `of_state` needs, a dict of plain values and arrays."""
+    def get_state(self) -> dict[str, Any]:
+        """Return what `of_state` needs, plain values and arrays."""
         return {
             "epoch": self.epoch,
             "batches": self.batches,
@@ -81,77 +75,23 @@ class Position:
         }
 
     @classmethod
-    def of_state(cls, state):
+    def of_state(cls, state: dict[str, Any]) -> "Position":
         """Make a position of what `get_state` returned."""
         return cls(**{**state, "carried": list(state["carried"])})
 
 
-def groups(source, position, *, steps_at, tail):
-    """Yield the loader items of each window of the rest of an epoch.
-
-    Stands for:
-        ```
-        for item in carried + list(source.iterate(epoch, batches)):
-            group.append(item)
-            if len(group) == steps_at_its_start:
-                yield group
-                group = []
-        ```
-
-    Args:
-        source: a `Source`.
-        position: `Position`, changed in place with every item taken. With
-            `tail="carry"` the left-over items of an epoch stay in it.
-        steps_at: function without arguments that returns the loader batches
-            of the window about to begin; asked once per window, when its
-            first batch has arrived.
-        tail: `"flush"`, `"drop"` or `"carry"`, for what is left at the end.
-
-    Yields:
-        Tuples of items, of one window each.
-
-    Raises:
-        DataError: the source yields nothing, or `tail="drop"` drops it all.
-    """
-    carried, steps = position.carried, 0
-    waiting = tuple(carried)
-    carried.clear()
-    for item in chain(waiting, _take(source, position)):
-        if not carried:
-            steps = steps_at()
-        carried.append(item)
-        if len(carried) >= steps:
-            yield position.take_group()
-    if tail == "drop" and not position.windows:
-        raise errors.DataError(
-            errors.EVERYTHING_DROPPED.format(
-                epoch=position.epoch, batches=len(carried), steps=steps
-            )
-        )
-    if tail == "drop":
-        carried.clear()
-    if carried and tail == "flush":
-        yield position.take_group()
-
-
-def _take(source, position):
-    for item in source.iterate(position.epoch, position.batches):
-        position.take(item)
-        yield item
-
-
-def _condensed(item):
+def _condensed(item: Any) -> str | None:
     return item if item is None or isinstance(item, str) else fingerprint(item)
 
 
-def fingerprint(item):
+def fingerprint(item: Any) -> str:
     """Condense a loader item into a few letters that tell it from others.
 
     Args:
         item: array, or nest of arrays.
 
     Returns:
-        str of 16 letters.
+        16 letters.
 
     Example:
         >>> fingerprint(np.arange(3)) == fingerprint(np.arange(3))

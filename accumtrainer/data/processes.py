@@ -9,17 +9,43 @@ go together, the same error is raised in all of them.
 
 import contextlib
 import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
+import numpy as np
 import xxhash
 
 from accumtrainer import errors
 from accumtrainer.data.arrays import ArraySource
-from accumtrainer.data.batches import leaves, named_arrays
-from accumtrainer.data.position import fingerprint
+from accumtrainer.data.batches import Window, leaves, named_arrays
+from accumtrainer.data.position import Position, fingerprint
 from accumtrainer.data.source import Source
 
 # What a process says instead of how many micro-batches it has.
 NO_MORE, FAILED = 0, -1
+
+
+class Processes(Protocol):
+    """Who knows of the processes that train together.
+
+    Attributes:
+        processes: how many there are.
+        replicas: on how many devices, of all of them.
+        is_chief: whether this is the one that writes.
+    """
+
+    @property
+    def processes(self) -> int: ...
+
+    @property
+    def replicas(self) -> int: ...
+
+    @property
+    def is_chief(self) -> bool: ...
+
+    def gather(self, numbers: Sequence[float]) -> np.ndarray:
+        """Let all know some numbers of all, `[processes, n]`, float32."""
 
 
 class ShareSource(Source):
@@ -30,23 +56,23 @@ class ShareSource(Source):
     the same order is known of the chief's alone.
 
     Args:
-        source: `Source` of this process's batches.
-        engine: `Engine`, which knows the processes.
+        source: this process's batches.
+        processes: knows of the others.
     """
 
-    def __init__(self, source, engine):
+    def __init__(self, source: Source, processes: Processes):
         self._source = source
-        self._is_chief = engine.is_chief
-        self._agreement = Agreement(engine.gather)
-        self._devices = engine.replicas // engine.processes
+        self._is_chief = processes.is_chief
+        self._agreement = Agreement(processes.gather)
+        self._devices = processes.replicas // processes.processes
         self._epoch = self._taken = 0
-        self.processes = engine.processes
+        self.processes = processes.processes
         self.batches_per_epoch = source.batches_per_epoch
         self.is_one_shot = source.is_one_shot
         self.is_endless = source.is_endless
         self.orders_epochs = source.orders_epochs
 
-    def iterate(self, epoch, start=0):
+    def iterate(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """Yield the items of one epoch, which ends for all at once."""
         self._epoch, self._taken = epoch, start
         items = self._source.iterate(epoch, start)
@@ -65,14 +91,16 @@ class ShareSource(Source):
         if nothing_left is not None:
             raise nothing_left
 
-    def get_state(self):
+    def get_state(self) -> dict[str, Any]:
         """Return what holds for the loader of every process."""
         state = dict(self._source.get_state())
         # Where the chief's iterator is says nothing of the others'.
         state.pop("iterator", None)
         return {"processes": self.processes, **state}
 
-    def go_to(self, position, state, *, fast_forward):
+    def go_to(
+        self, position: Position, state: dict[str, Any], *, fast_forward: bool
+    ) -> None:
         """Have the loader of each process go to its place."""
         if position.carried:
             raise errors.DataError(
@@ -85,11 +113,13 @@ class ShareSource(Source):
         with self.together():
             self._source.go_to(position, state, fast_forward=fast_forward)
 
-    def together(self):
+    def together(self) -> contextlib.AbstractContextManager[None]:
         """Make a context that fails everywhere if it fails in one process."""
         return self._agreement.together()
 
-    def window(self, items, micro_batch_size):
+    def window(
+        self, items: Sequence[Any], micro_batch_size: int | None
+    ) -> Window:
         """Make a window of which the other processes have as much.
 
         Raises:
@@ -111,7 +141,7 @@ class ShareSource(Source):
                 )
         return window.as_share(self.processes)
 
-    def _agree(self, micro_batches, samples, digest):
+    def _agree(self, micro_batches: int, samples: int, digest: str) -> None:
         self._agreement.require(
             micro_batches,
             samples,
@@ -122,11 +152,11 @@ class ShareSource(Source):
         )
 
 
-def check_processes(source, state):
+def check_processes(source: Source, state: dict[str, Any]) -> None:
     """Refuse to go on with shares of another size than a saved run had.
 
     Args:
-        source: `Source`.
+        source: the training data.
         state: what its `get_state` returned when the run was saved.
 
     Raises:
@@ -143,22 +173,26 @@ class Agreement:
     """Lets processes find out together whether they can go on together.
 
     Args:
-        gather: function from a list of n numbers to those of all processes,
-            array `[processes, n]`, float32.
+        gather: see `Processes`.
     """
 
-    def __init__(self, gather):
+    def __init__(self, gather: Callable[[Sequence[float]], np.ndarray]):
         self._gather = gather
 
-    def require(self, micro_batches, samples, digest, explain):
+    def require(
+        self,
+        micro_batches: int,
+        samples: int,
+        digest: str,
+        explain: Callable[[str], str],
+    ) -> None:
         """Raise an error in all processes unless all say the same.
 
         Args:
-            micro_batches: int, how many this process has, or `NO_MORE`.
-            samples: int, how many they hold.
-            digest: str of 16 hexadecimal digits, of what must be the same.
-            explain: function from a description of what two processes have
-                to a message.
+            micro_batches: how many this process has, or `NO_MORE`.
+            samples: how many they hold.
+            digest: 16 hexadecimal digits, of what must be the same.
+            explain: makes a message of what two processes have.
 
         Raises:
             DataError: one has something else, or has failed.
@@ -176,7 +210,7 @@ class Agreement:
             raise errors.DataError(explain(_difference(rows, differs.argmax())))
 
     @contextlib.contextmanager
-    def failing_together(self):
+    def failing_together(self) -> Iterator[None]:
         """Let others know of an error, where they ask the next time."""
         try:
             yield
@@ -185,7 +219,7 @@ class Agreement:
             raise
 
     @contextlib.contextmanager
-    def together(self):
+    def together(self) -> Iterator[None]:
         """Wait at the end until all processes have come there.
 
         Raises:
@@ -196,24 +230,19 @@ class Agreement:
         self.require(NO_MORE, 0, fingerprint(()), str)
 
 
-def items_of_all(source, backend):
+def items_of_all(source: Source, processes: Processes) -> Iterator[Any]:
     """Yield the items to evaluate, which are the same in every process.
 
-    Args:
-        source: `Source`.
-        backend: the backend's functions, which know the processes.
-
-    Yields:
-        What `source.iterate(0)` yields.
+    They are what `source.iterate(0)` yields.
 
     Raises:
         DataError: another process has another item.
     """
     items = source.iterate(0)
-    if backend.processes == 1 or isinstance(source, ArraySource):
+    if processes.processes == 1 or isinstance(source, ArraySource):
         yield from items
         return
-    agreement = Agreement(backend.gather)
+    agreement = Agreement(processes.gather)
     batch = 0
     while True:
         with agreement.failing_together():
@@ -222,9 +251,7 @@ def items_of_all(source, backend):
             NO_MORE if item is None else 1,
             0 if item is None else len(leaves(item)[0]),
             fingerprint(item),
-            lambda received, batch=batch: errors.OTHER_EVALUATION.format(
-                received=received, batch=batch
-            ),
+            functools.partial(_other_evaluation, batch),
         )
         if item is None:
             return
@@ -232,9 +259,13 @@ def items_of_all(source, backend):
         batch += 1
 
 
-def _outline(window):
+def _other_evaluation(batch: int, received: str) -> str:
+    return errors.OTHER_EVALUATION.format(received=received, batch=batch)
+
+
+def _outline(window: Window) -> str:
     """Condense the names, shapes and types of the arrays of a window."""
-    batches = [window.stacked] if window.is_even else window.parts
+    batches = [window.stacked] if window.parts is None else window.parts
     arrays = [
         (path, array.shape, array.dtype.name)
         for batch in batches
@@ -243,7 +274,7 @@ def _outline(window):
     return xxhash.xxh3_64(repr(arrays).encode()).hexdigest()
 
 
-def _difference(rows, other):
+def _difference(rows: np.ndarray, other: int) -> str:
     """Say what two processes have, the chief and another."""
     here, there = (_describe(*rows[i, :2].astype(int)) for i in (0, other))
     if here == there:
@@ -251,7 +282,7 @@ def _difference(rows, other):
     return f"{here} in process 0, {there} in process {other}"
 
 
-def _describe(micro_batches, samples):
+def _describe(micro_batches: int, samples: int) -> str:
     if micro_batches == NO_MORE:
         return "nothing more"
     noun = "micro-batch" if micro_batches == 1 else "micro-batches"

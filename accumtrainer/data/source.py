@@ -1,15 +1,75 @@
-"""The interface of everything that batches are taken from."""
+"""The interface of everything that batches are taken from, in groups."""
 
 import abc
 import contextlib
 import math
 import warnings
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal
 
 import numpy as np
 
 from accumtrainer import errors
 from accumtrainer.config import require_count
+from accumtrainer.data.batches import Window
+from accumtrainer.data.position import Position
+
+DEFAULT_BATCH_SIZE = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceOptions:
+    """How batches are taken from data, as far as it can be chosen.
+
+    Args:
+        batch_size: samples in a loader batch, with arrays only. `None` means
+            32 or, with `steps`, the data divided by them.
+        shuffle: whether every pass has an order of its own; with arrays
+            `"batch"` for one within every batch, whose samples stay together.
+            What can only be iterated comes in its own order.
+        seed: whole number of at least 0. The order of a pass depends only on
+            it and on the index of the pass.
+        class_weight: by class.
+        steps: loader batches in an epoch (`steps_per_epoch`); `None` for one
+            pass over the data.
+        epochs_before: epochs before epoch 0, whose orders do not come again.
+    """
+
+    batch_size: int | None = None
+    shuffle: bool | Literal["batch"] = True
+    seed: int = 0
+    class_weight: dict[int, float] | None = None
+    steps: int | None = None
+    epochs_before: int = 0
+
+    def check_steps(self) -> None:
+        """Refuse `steps` that are no number."""
+        if self.steps is not None:
+            require_count(
+                "steps_per_epoch",
+                self.steps,
+                "Leave it out for one pass per epoch.",
+            )
+
+    def check_order(self) -> None:
+        """Refuse sizes that are no numbers and an unknown `shuffle`."""
+        if self.batch_size is not None:
+            require_count(
+                "batch_size",
+                self.batch_size,
+                "Give the samples of a loader batch.",
+            )
+        self.check_steps()
+        shuffle: Any = self.shuffle
+        is_batch = isinstance(shuffle, str) and shuffle == "batch"
+        if not is_batch and not isinstance(shuffle, (bool, np.bool_)):
+            raise TypeError(
+                "shuffle must be True, False or 'batch'. Received: "
+                f"shuffle={shuffle!r}. Use True to shuffle samples before they "
+                "are batched."
+            )
 
 
 class Source(abc.ABC):
@@ -28,7 +88,7 @@ class Source(abc.ABC):
             where all are given the same.
     """
 
-    batches_per_epoch: Any = None  # a property where it can change
+    batches_per_epoch: int | None = None
     samples_per_epoch: int | None = None
     batch_size: int | None = None
     is_one_shot: bool = False
@@ -36,12 +96,12 @@ class Source(abc.ABC):
     orders_epochs: bool = False
     processes: int = 1
 
-    def together(self):
+    def together(self) -> contextlib.AbstractContextManager[None]:
         """Make a context that fails everywhere if it fails in one process."""
         return contextlib.nullcontext()
 
     @abc.abstractmethod
-    def iterate(self, epoch, start=0):
+    def iterate(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """Yield the loader items of one epoch, in order.
 
         Epoch 0 begins with the first item again whenever it is asked for,
@@ -57,19 +117,17 @@ class Source(abc.ABC):
         """
 
     @abc.abstractmethod
-    def get_state(self):
-        """Return what a saved position needs besides itself.
-
-        Returns:
-            Dict of plain values and bytes.
-        """
+    def get_state(self) -> dict[str, Any]:
+        """Return what a saved position needs besides itself: plain values."""
 
     @abc.abstractmethod
-    def go_to(self, position, state, *, fast_forward):
+    def go_to(
+        self, position: Position, state: dict[str, Any], *, fast_forward: bool
+    ) -> None:
         """Get ready to go on from a saved position, before anything is taken.
 
         Args:
-            position: `Position`; `batches` is changed where the loader's
+            position: where to; `batches` is changed where the loader's
                 batches have another size now.
             state: what `get_state` returned when the position was saved.
             fast_forward: whether to run through past data where there is no
@@ -80,21 +138,82 @@ class Source(abc.ABC):
         """
 
     @abc.abstractmethod
-    def window(self, items, micro_batch_size):
+    def window(
+        self, items: Sequence[Any], micro_batch_size: int | None
+    ) -> Window:
         """Make a window of loader items.
 
         Args:
-            items: sequence of items that `iterate` yielded, each of them one
-                micro-batch; exactly one with `micro_batch_size`.
+            items: what `iterate` yielded, each of them one micro-batch;
+                exactly one with `micro_batch_size`.
             micro_batch_size: samples per micro-batch when the one item is
-                sliced, the last slice possibly shorter; else `None`.
-
-        Returns:
-            `Window`.
+                sliced, the last slice possibly shorter.
         """
 
 
-def part_of_pass(epoch, steps, batches, skipped, epochs_before):
+def groups(
+    source: Source,
+    position: Position,
+    *,
+    steps_at: Callable[[], int],
+    tail: Literal["flush", "drop", "carry"],
+) -> Iterator[tuple[Any, ...]]:
+    """Yield the loader items of each window of the rest of an epoch.
+
+    Stands for:
+        ```
+        for item in carried + list(source.iterate(epoch, batches)):
+            group.append(item)
+            if len(group) == steps_at_its_start:
+                yield group
+                group = []
+        ```
+
+    Args:
+        source: where they come from.
+        position: changed in place with every item taken. With `tail="carry"`
+            the left-over items of an epoch stay in it.
+        steps_at: returns the loader batches of the window about to begin;
+            asked once per window, when its first batch has arrived.
+        tail: what becomes of what is left at the end.
+
+    Raises:
+        DataError: the source yields nothing, or `tail="drop"` drops it all.
+    """
+    carried, steps = position.carried, 0
+    waiting = tuple(carried)
+    carried.clear()
+    for item in chain(waiting, _take(source, position)):
+        if not carried:
+            steps = steps_at()
+        carried.append(item)
+        if len(carried) >= steps:
+            yield position.take_group()
+    if tail == "drop" and not position.windows:
+        raise errors.DataError(
+            errors.EVERYTHING_DROPPED.format(
+                epoch=position.epoch, batches=len(carried), steps=steps
+            )
+        )
+    if tail == "drop":
+        carried.clear()
+    if carried and tail == "flush":
+        yield position.take_group()
+
+
+def _take(source: Source, position: Position) -> Iterator[Any]:
+    for item in source.iterate(position.epoch, position.batches):
+        position.take(item)
+        yield item
+
+
+def part_of_pass(
+    epoch: int,
+    steps: int | None,
+    batches: int,
+    skipped: int,
+    epochs_before: int,
+) -> tuple[int, int, int]:
     """Find out which part of which pass over the data an epoch is.
 
     Without `steps` an epoch is one pass. With it, a pass is cut into epochs of
@@ -104,13 +223,13 @@ def part_of_pass(epoch, steps, batches, skipped, epochs_before):
 
     Args:
         epoch: index of the epoch.
-        steps: loader batches in an epoch, or `None`.
+        steps: loader batches in an epoch.
         batches: loader batches in a pass.
         skipped: first batches of the epoch to leave out.
         epochs_before: epochs before epoch 0, whose passes are counted too.
 
     Returns:
-        Tuple `(pass_index, start, stop)`.
+        `(pass_index, start, stop)`.
 
     Example:
         >>> [part_of_pass(epoch, 3, 5, 0, 0) for epoch in range(3)]
@@ -125,28 +244,35 @@ def part_of_pass(epoch, steps, batches, skipped, epochs_before):
     return passes_before + index, min(stop, start + skipped), stop
 
 
-def warn_of_the_end(batches, steps):
-    """Warn that the data have ended before an epoch of some steps has."""
-    warnings.warn(
-        errors.RAN_OUT.format(batches=batches, steps=steps), stacklevel=2
-    )
+def warn_of_the_end(batches: int, steps: int | None) -> None:
+    """Warn if the data have ended before an epoch of some steps has."""
+    if steps is not None and batches < steps:
+        warnings.warn(
+            errors.RAN_OUT.format(batches=batches, steps=steps), stacklevel=2
+        )
 
 
-def permutation(size, seed, pass_index):
+def permutation(size: int, seed: int, pass_index: int) -> np.ndarray:
     """Return the order of one pass, which depends on nothing else."""
     order = np.random.default_rng((seed, pass_index)).permutation(size)
     return order.astype(np.intp, copy=False)
 
 
-def require_same(names, position, before, now, message=errors.OTHER_DATA):
+def require_same(
+    names: Iterable[str],
+    position: Position,
+    before: dict[str, Any],
+    now: dict[str, Any],
+    message: str = errors.OTHER_DATA,
+) -> None:
     """Refuse to go on with a source that differs from the one of a saved run.
 
     Args:
         names: which parts of the states have to be the same.
-        position: `Position` that was saved.
+        position: the one that was saved.
         before: what `get_state` returned then.
         now: what it returns now.
-        message: str, why they have to.
+        message: why they have to.
 
     Raises:
         DataError: one is not the same.
@@ -164,7 +290,12 @@ def require_same(names, position, before, now, message=errors.OTHER_DATA):
             )
 
 
-def require_same_epochs(names, position, before, now):
+def require_same_epochs(
+    names: Iterable[str],
+    position: Position,
+    before: dict[str, Any],
+    now: dict[str, Any],
+) -> None:
     """Refuse epochs of some steps that would begin elsewhere in the data.
 
     See `require_same`; nothing has to be the same at the very beginning, nor
@@ -175,13 +306,13 @@ def require_same_epochs(names, position, before, now):
         require_same(names, position, now | before, now, errors.OTHER_STEPS)
 
 
-def check_ends(source, argument, others=""):
+def check_ends(source: Source, argument: str, others: str = "") -> None:
     """Refuse a source whose epochs are known never to end.
 
     Args:
-        source: `Source`.
+        source: the data.
         argument: name of the argument that would end them.
-        others: str, what else would.
+        others: what else would.
 
     Raises:
         ValueError: it has no end.
@@ -189,23 +320,4 @@ def check_ends(source, argument, others=""):
     if source.is_endless:
         raise ValueError(
             errors.ENDLESS.format(argument=argument, others=others)
-        )
-
-
-def check_sizes(batch_size, shuffle, steps):
-    """Refuse sizes that are no numbers and a `shuffle` that nobody knows."""
-    if batch_size is not None:
-        require_count(
-            "batch_size", batch_size, "Give the samples of a loader batch."
-        )
-    if steps is not None:
-        require_count(
-            "steps_per_epoch", steps, "Leave it out for one pass per epoch."
-        )
-    is_batch = isinstance(shuffle, str) and shuffle == "batch"
-    if not is_batch and not isinstance(shuffle, (bool, np.bool_)):
-        raise TypeError(
-            "shuffle must be True, False or 'batch'. Received: "
-            f"shuffle={shuffle!r}. Use True to shuffle samples before they "
-            "are batched."
         )

@@ -1,14 +1,16 @@
-"""Finds out what training data are, and makes the source for them.
+"""The door of the data: finds out what users give, and makes sources of it.
 
-A source knows nothing about updates; `groups` in `position.py` groups what
-it yields.
+What comes in is recognised once, as arrays or as a loader, and read; from here
+it goes down, and nobody asks again. A source knows nothing about updates;
+`groups` in `source.py` groups what it yields.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from numbers import Real
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -16,14 +18,16 @@ from accumtrainer import errors
 from accumtrainer.data.arrays import ArraySource
 from accumtrainer.data.batches import (
     Batch,
-    as_arrays,
+    Window,
     count_samples,
     leaves,
     map_leaves,
-    refuse_sparse,
 )
 from accumtrainer.data.loaders import IterableSource, PyDatasetSource
-from accumtrainer.data.source import Source
+from accumtrainer.data.position import Position
+from accumtrainer.data.processes import Processes, ShareSource
+from accumtrainer.data.reading import as_arrays, refuse_sparse
+from accumtrainer.data.source import Source, SourceOptions, check_ends
 from accumtrainer.keras_api import keras, refuse_other_keras
 
 
@@ -31,106 +35,156 @@ from accumtrainer.keras_api import keras, refuse_other_keras
 class SupportsArray(Protocol):
     """What NumPy can read: arrays, tensors of any backend, pandas objects."""
 
-    def __array__(self):
+    def __array__(self) -> np.ndarray:
         """Return the values as a NumPy array."""
 
 
-def make_source(
-    x,
-    y=None,
-    sample_weight=None,
-    *,
-    batch_size=None,
-    shuffle=True,
-    seed=0,
-    class_weight=None,
-    steps=None,
-    epochs_before=0,
-):
-    """Find out what the training data are, and make the source for them.
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """Data that are there as a whole.
 
-    Arrays, tensors, pandas objects and nests of them become an `ArraySource`;
-    a `keras.utils.PyDataset` a `PyDatasetSource`; everything else that can be
-    iterated an `IterableSource`, for which `shuffle` and `seed` mean nothing.
-    A list of tuples without y is a list of batches; any other nest of arrays
-    is one set of inputs, as in Keras.
+    Args:
+        batch: all of them, NumPy arrays.
+    """
+
+    batch: Batch
+
+    def source(self, options: SourceOptions) -> Source:
+        """Make the source that cuts batches from them."""
+        return ArraySource(self.batch, options)
+
+    def split(self, fraction: float) -> tuple["Arrays", "Arrays"]:
+        """Split them so that the last part, in given order, is for validation.
+
+        Stands for: `(leaf[:split], leaf[split:])` for every leaf.
+
+        Args:
+            fraction: part of the samples kept for validation, between 0 and 1.
+
+        Raises:
+            ValueError: it is not between 0 and 1, or leaves one part empty.
+
+        Example:
+            >>> train, held = recognize(np.arange(5)).split(0.4)
+            >>> train.batch.x, held.batch.x
+            (array([0, 1, 2]), array([3, 4]))
+        """
+        is_number = isinstance(fraction, Real) and not isinstance(
+            fraction, bool
+        )
+        if not is_number or not 0 < fraction < 1:
+            raise ValueError(
+                "validation_split must be between 0 and 1. Received: "
+                f"validation_split={fraction!r}. Use 0.2 to hold back the "
+                "last fifth."
+            )
+        samples = count_samples(self.batch)
+        split = math.floor(samples * (1.0 - fraction))
+        if not 0 < split < samples:
+            raise ValueError(
+                "validation_split must leave samples on both sides. Received: "
+                f"validation_split={fraction!r} of {samples} samples. Give "
+                "more data or another fraction."
+            )
+        return (
+            Arrays(map_leaves(lambda leaf: leaf[:split], self.batch)),
+            Arrays(map_leaves(lambda leaf: leaf[split:], self.batch)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """Data that yield batches by themselves.
+
+    Args:
+        batches: a `keras.utils.PyDataset` or any iterable.
+    """
+
+    batches: Any
+
+    def source(self, options: SourceOptions) -> Source:
+        """Make the source that takes batches from it.
+
+        Raises:
+            ValueError: the options say how large these are.
+        """
+        _refuse_beside_loader(self.batches, "batch_size", options.batch_size)
+        if isinstance(self.batches, keras.utils.PyDataset):
+            return PyDatasetSource(self.batches, options)
+        return IterableSource(self.batches, options)
+
+    def split(self, fraction: float) -> tuple[Arrays, Arrays]:
+        """Refuse what can be split only when it is read."""
+        raise TypeError(
+            "validation_split must come with arrays as x. Received: x of type "
+            f"{type(self.batches).__name__}. Give validation_data instead."
+        )
+
+
+def recognize(
+    x: Any, y: Any = None, sample_weight: Any = None
+) -> Arrays | Loader:
+    """Find out what data are, and read what is there of them.
+
+    Arrays, tensors, pandas objects and nests of them are `Arrays`. What can be
+    iterated is a `Loader`. A list of tuples without y is a list of batches;
+    any other nest of arrays is one set of inputs, as in Keras.
 
     Args:
         x: the data.
         y: targets, with arrays only.
         sample_weight: weights of samples, with arrays only.
-        batch_size: samples in a loader batch, with arrays only; 32 if `None`.
-        shuffle: whether arrays and finite PyDatasets are shuffled.
-        seed: whole number of at least 0 that decides the order.
-        class_weight: dict `{class: weight}`, or `None`.
-        steps: loader batches in an epoch (`steps_per_epoch`), or `None`.
-        epochs_before: epochs before epoch 0, whose orders do not come again.
-
-    Returns:
-        `Source`.
 
     Raises:
         TypeError: x is nothing batches can be taken from.
-        ValueError: x is empty, or something was given that does not go with
-            it.
-
-    Example:
-        >>> import numpy as np
-        >>> make_source(np.zeros([100, 2]), batch_size=8).batches_per_epoch
-        13
+        ValueError: something was given that does not go with it.
     """
-    if not _is_list_of_batches(x):
+    is_list = isinstance(x, list) and all(isinstance(v, tuple) for v in x)
+    if not is_list:
         refuse_sparse("x", x)
-    if _is_array_data(x) and not (y is None and _is_list_of_batches(x)):
-        return ArraySource(
-            x,
-            y,
-            sample_weight,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            class_weight=class_weight,
-            steps=steps,
-            epochs_before=epochs_before,
+    arrays = [] if is_list and y is None else leaves(x)
+    if arrays and all(isinstance(leaf, SupportsArray) for leaf in arrays):
+        return Arrays(
+            Batch(
+                as_arrays(x, "x"),
+                as_arrays(y, "y"),
+                as_arrays(sample_weight, "sample_weight"),
+            )
         )
     _check_iterable(x)
     _refuse_beside_loader(x, "y", y)
     _refuse_beside_loader(x, "sample_weight", sample_weight)
-    _refuse_beside_loader(x, "batch_size", batch_size)
-    if isinstance(x, keras.utils.PyDataset):
-        return PyDatasetSource(
-            x,
-            shuffle=shuffle,
-            seed=seed,
-            class_weight=class_weight,
-            steps=steps,
-            epochs_before=epochs_before,
+    return Loader(x)
+
+
+def recognize_sets(data: Any) -> dict[str, Arrays | Loader]:
+    """Find out what `validation_data` are, one set of them or several.
+
+    Args:
+        data: `None`; what `recognize` takes, or `(x, y)` or
+            `(x, y, sample_weight)`; or a dict of these by name.
+
+    Returns:
+        The sets by name, which is `""` for a single one.
+    """
+    named = data if isinstance(data, dict) else {"": data}
+    return {k: _recognize_set(v) for k, v in named.items() if v is not None}
+
+
+def _recognize_set(data: Any) -> Arrays | Loader:
+    if isinstance(data, list) and not any(isinstance(v, tuple) for v in data):
+        data = tuple(data)  # [x, y], as in Keras; else a list of batches
+    parts = data if isinstance(data, tuple) else (data,)
+    if not 1 <= len(parts) <= 3:
+        raise ValueError(
+            "validation_data must be (x, y), (x, y, sample_weight), what "
+            "yields such batches, or a dict of these by name. Received: "
+            f"a tuple of {len(parts)}. Put several inputs into one tuple."
         )
-    return IterableSource(x, class_weight=class_weight, steps=steps)
+    return recognize(*parts)
 
 
-def make_source_of_one(x, y=None, sample_weight=None, class_weight=None):
-    """Make a source that yields arrays in one piece, as one loader batch."""
-    return make_source(
-        x,
-        y,
-        sample_weight,
-        batch_size=np.iinfo(np.int32).max,
-        shuffle=False,
-        class_weight=class_weight,
-    )
-
-
-def _is_array_data(x):
-    arrays = leaves(x)
-    return bool(arrays) and all(isinstance(a, SupportsArray) for a in arrays)
-
-
-def _is_list_of_batches(x):
-    return isinstance(x, list) and all(isinstance(item, tuple) for item in x)
-
-
-def _check_iterable(x):
+def _check_iterable(x: Any) -> None:
     """Refuse what is neither array data nor a loader, saying what to give."""
     refuse_other_keras("x", x)
     is_loader = isinstance(x, (Iterable, keras.utils.PyDataset))
@@ -148,7 +202,7 @@ def _check_iterable(x):
         )
 
 
-def _refuse_beside_loader(x, name, value):
+def _refuse_beside_loader(x: Any, name: str, value: Any) -> None:
     if value is None:
         return
     raise ValueError(
@@ -159,88 +213,116 @@ def _refuse_beside_loader(x, name, value):
     )
 
 
-def train_validation_split(x, y, sample_weight, fraction):
-    """Split arrays so that the last part, in given order, is for validation.
+def make_source(
+    x: Any, y: Any = None, sample_weight: Any = None, **options: Any
+) -> Source:
+    """Make the source for what `recognize` takes, by `SourceOptions`.
 
-    Stands for: `(leaf[:split], leaf[split:])` for every leaf.
+    Example:
+        >>> make_source(np.zeros([100, 2]), batch_size=8).batches_per_epoch
+        13
+    """
+    return recognize(x, y, sample_weight).source(SourceOptions(**options))
+
+
+def make_training_source(
+    data: Arrays | Loader,
+    options: SourceOptions,
+    processes: Processes,
+    *,
+    first: int | None,
+    must_end: bool,
+) -> Source:
+    """Make the source that a fit trains on.
+
+    Args:
+        data: what `recognize` has found.
+        options: how batches are taken.
+        processes: knows those that train together; loaders yield their share
+            in each.
+        first: how many batches to keep and take again and again, `None` for
+            all there are.
+        must_end: whether nothing else ends an epoch.
+
+    Raises:
+        ValueError: epochs would never end.
+    """
+    source = data.source(options)
+    if first is not None:
+        source = FirstBatches(source, first)
+    elif must_end:
+        check_ends(source, "steps_per_epoch", ", or max_updates")
+    if processes.processes > 1 and isinstance(data, Loader):
+        source = ShareSource(source, processes)
+    return source
+
+
+class OnePiece:
+    """Arrays that make one loader batch, such as `train_on_batch` is given.
 
     Args:
         x: array or nest of arrays.
-        y: the same, or `None`.
-        sample_weight: the same, or `None`.
-        fraction: part of the samples kept for validation, between 0 and 1.
-
-    Returns:
-        Two `Batch`es of views, for training and for validation.
-
-    Raises:
-        TypeError: the data are no arrays, or `fraction` is no number.
-        ValueError: `fraction` is not between 0 and 1, or leaves one part
-            empty.
-
-    Example:
-        >>> import numpy as np
-        >>> train, held = train_validation_split(np.arange(5), None, None, 0.4)
-        >>> train.x, held.x
-        (array([0, 1, 2]), array([3, 4]))
+        y: targets.
+        sample_weight: weights of the samples.
+        class_weight: by class.
     """
-    refuse_sparse("x", x)
-    if not _is_array_data(x) or (y is None and _is_list_of_batches(x)):
-        raise TypeError(
-            "validation_split must come with arrays as x. Received: "
-            f"x of type {type(x).__name__}. Give validation_data instead."
+
+    def __init__(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: dict[int, float] | None = None,
+    ):
+        self._source = make_source(
+            x,
+            y,
+            sample_weight,
+            batch_size=np.iinfo(np.int32).max,
+            shuffle=False,
+            class_weight=class_weight,
         )
-    is_number = isinstance(fraction, Real) and not isinstance(fraction, bool)
-    if not is_number or not 0 < fraction < 1:
-        raise ValueError(
-            "validation_split must be between 0 and 1. Received: "
-            f"validation_split={fraction!r}. Use 0.2 to hold back the last "
-            "fifth."
-        )
-    data = Batch(
-        as_arrays(x, "x"),
-        as_arrays(y, "y"),
-        as_arrays(sample_weight, "sample_weight"),
-    )
-    samples = count_samples(data)
-    split = math.floor(samples * (1.0 - fraction))
-    if not 0 < split < samples:
-        raise ValueError(
-            "validation_split must leave samples on both sides. Received: "
-            f"validation_split={fraction!r} of {samples} samples. Give more "
-            "data or another fraction."
-        )
-    return (
-        map_leaves(lambda leaf: leaf[:split], data),
-        map_leaves(lambda leaf: leaf[split:], data),
-    )
+        (self._item,) = self._source.iterate(0)
+
+    @property
+    def samples(self) -> int:
+        """How many samples there are."""
+        return len(self._item)
+
+    def window(self, micro_batch_size: int | None = None) -> Window:
+        """Cut it into micro-batches of a size, or into a single one."""
+        return self._source.window([self._item], micro_batch_size)
 
 
 class FirstBatches(Source):
     """The first few loader batches of another source, again every epoch.
 
     Args:
-        source: `Source`.
-        count: loader batches to keep, at least 1.
+        source: where they come from.
+        count: how many to keep, at least 1.
     """
 
-    def __init__(self, source, count):
+    def __init__(self, source: Source, count: int):
         self._source = source
         self._items = list(islice(source.iterate(0), count))
         self.batches_per_epoch = len(self._items)
         self.batch_size = source.batch_size
 
-    def iterate(self, epoch, start=0):
+    def iterate(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """Yield the kept items."""
         del epoch
         return iter(self._items[start:])
 
-    def get_state(self):
+    def get_state(self) -> dict[str, Any]:
         return {}
 
-    def go_to(self, position, state, *, fast_forward):
+    def go_to(
+        self, position: Position, state: dict[str, Any], *, fast_forward: bool
+    ) -> None:
         """Nothing to do: every place is an index."""
 
-    def window(self, items, micro_batch_size):
+    def window(
+        self, items: Sequence[Any], micro_batch_size: int | None
+    ) -> Window:
         """Make a window as the other source would."""
         return self._source.window(items, micro_batch_size)

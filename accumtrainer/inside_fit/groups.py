@@ -11,9 +11,9 @@ from accumtrainer.data.batches import (
     count_samples,
     leaves,
     map_leaves,
-    refuse_sparse,
     stack,
 )
+from accumtrainer.data.reading import refuse_sparse
 from accumtrainer.keras_api import keras, ops
 
 

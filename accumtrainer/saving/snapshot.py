@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from accumtrainer import errors
-from accumtrainer.data.batches import Batch, is_text, map_leaves
+from accumtrainer.data.batches import Batch, map_leaves
+from accumtrainer.data.reading import is_text
 from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.types import Nest, Variable
 

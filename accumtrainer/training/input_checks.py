@@ -8,10 +8,10 @@ import numpy as np
 from accumtrainer import errors
 from accumtrainer.data.batches import (
     Batch,
-    is_text,
     name_of,
     named_arrays,
 )
+from accumtrainer.data.reading import is_text
 from accumtrainer.keras_api import BACKEND, flatten_layers, keras, tree
 from accumtrainer.window.hooks import context_of
 from accumtrainer.window.losses import find_loss

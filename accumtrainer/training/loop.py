@@ -8,7 +8,8 @@ import warnings
 
 from accumtrainer import errors
 from accumtrainer.data.batches import window_of_batches
-from accumtrainer.data.position import Position, groups
+from accumtrainer.data.position import Position
+from accumtrainer.data.source import groups
 from accumtrainer.keras_api import take_initial_epoch
 from accumtrainer.observers.logs import Logs
 from accumtrainer.saving.callback_state import CallbackStates

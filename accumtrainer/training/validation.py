@@ -1,11 +1,13 @@
 """The data sets that training is validated on."""
 
 import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from accumtrainer import errors
 from accumtrainer.config import require_count
-from accumtrainer.data.source import check_ends
-from accumtrainer.data.sources import FirstBatches, make_source
+from accumtrainer.data.source import Source, SourceOptions, check_ends
+from accumtrainer.data.sources import Arrays, FirstBatches, Loader
 from accumtrainer.training.fit_options import checked_steps
 
 
@@ -13,43 +15,53 @@ class Validation:
     """The data sets a fit is validated on.
 
     Args:
-        data: `None`; what `make_source` takes, or a tuple `(x, y)` or
-            `(x, y, sample_weight)`; or a dict of these by name.
-        batch_size: samples per loader batch, `None` for the default.
+        sets: the data by name, see `recognize_sets`.
+        batch_size: samples per loader batch of arrays, `None` for the default.
         steps: loader batches in a validation, `None` for all.
         first: how many of these to keep in a trial, `None` for all.
     """
 
-    def __init__(self, data, *, batch_size, steps, first=None):
+    def __init__(
+        self,
+        sets: Mapping[str, Arrays | Loader],
+        *,
+        batch_size: int | None,
+        steps: int | None,
+        first: int | None = None,
+    ):
         if batch_size is not None:
             require_count(
                 "validation_batch_size", batch_size, "Leave it out for 32."
             )
-        if data is not None:
+        if sets:
             steps = checked_steps("validation_steps", steps)
-        self._validated = set()
-        named = data if isinstance(data, dict) else {"": data}
-        self._sources = {
-            f"{name}_" if name else "": _validation_source(
-                part, batch_size, steps, first
+        self._validated: set[str] = set()
+        self._sources = {}
+        for name, data in sets.items():
+            options = SourceOptions(
+                batch_size=batch_size if isinstance(data, Arrays) else None,
+                shuffle=False,
+                steps=steps,
             )
-            for name, part in named.items()
-            if part is not None
-        }
+            source = data.source(options)
+            if first is None:
+                check_ends(source, "validation_steps")
+            else:
+                source = FirstBatches(source, first)
+            self._sources[f"{name}_" if name else ""] = source
 
-    def __bool__(self):
+    def __bool__(self) -> bool:
         return bool(self._sources)
 
-    def run(self, evaluate):
+    def run(
+        self, evaluate: Callable[[Source], dict[str, Any]]
+    ) -> dict[str, Any]:
         """Evaluate every set.
 
-        Args:
-            evaluate: function from a `Source` to a dict of numbers.
-
         Returns:
-            Dict of numbers, `val_loss` or `val_<set>_loss` and so on.
+            Numbers, `val_loss` or `val_<set>_loss` and so on.
         """
-        logs = {}
+        logs: dict[str, Any] = {}
         for prefix, source in self._sources.items():
             try:
                 results = evaluate(source)
@@ -61,23 +73,3 @@ class Validation:
             self._validated.add(prefix)
             logs |= {f"val_{prefix}{k}": v for k, v in results.items()}
         return logs
-
-
-def _validation_source(data, batch_size, steps, first):
-    if isinstance(data, list) and not any(isinstance(v, tuple) for v in data):
-        data = tuple(data)  # [x, y], as in Keras; else a list of batches
-    arrays = data if isinstance(data, tuple) else (data,)
-    batch_size = batch_size if isinstance(data, tuple) else None
-    if not 1 <= len(arrays) <= 3:
-        raise ValueError(
-            "validation_data must be (x, y), (x, y, sample_weight), what "
-            "yields such batches, or a dict of these by name. Received: "
-            f"a tuple of {len(arrays)}. Put several inputs into one tuple."
-        )
-    source = make_source(
-        *arrays, batch_size=batch_size, shuffle=False, steps=steps
-    )
-    if first is not None:
-        return FirstBatches(source, first)
-    check_ends(source, "validation_steps")
-    return source

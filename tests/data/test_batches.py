@@ -11,12 +11,12 @@ from accumtrainer.data.batches import (
     Batch,
     Window,
     count_samples,
-    unpack,
-    weigh_classes,
     window_of_batches,
 )
-from accumtrainer.data.position import Position, groups
-from accumtrainer.data.sources import ArraySource, IterableSource
+from accumtrainer.data.position import Position
+from accumtrainer.data.reading import unpack, weigh_classes
+from accumtrainer.data.source import groups
+from accumtrainer.data.sources import make_source
 from accumtrainer.keras_api import keras, ops, tree
 
 
@@ -62,7 +62,7 @@ def rows_of(made):
 def test_flush_shows_every_sample_once_per_epoch(
     samples, batch_size, steps, shuffle, is_array
 ):
-    source = ArraySource(
+    source = make_source(
         np.arange(samples), batch_size=batch_size, shuffle=shuffle
     )
     if not is_array:
@@ -82,7 +82,7 @@ def test_flush_shows_every_sample_once_per_epoch(
 def _same_batches_from_a_list(source):
     items = list(source.iterate(0))
     parts = [source.window([item], None).split()[0] for item in items]
-    return IterableSource([tuple(part) for part in parts])
+    return make_source([tuple(part) for part in parts])
 
 
 @given(
@@ -94,7 +94,7 @@ def _same_batches_from_a_list(source):
 def test_micro_batches_are_slices_of_one_loader_batch(
     samples, batch_size, size, is_array
 ):
-    source = ArraySource(
+    source = make_source(
         np.arange(samples), batch_size=batch_size, shuffle=False
     )
     if not is_array:
@@ -115,7 +115,7 @@ def test_micro_batches_are_slices_of_one_loader_batch(
     epochs=st.integers(1, 4),
 )
 def test_carry_loses_nothing_over_epochs(samples, batch_size, steps, epochs):
-    source = ArraySource(np.arange(samples), batch_size=batch_size, seed=3)
+    source = make_source(np.arange(samples), batch_size=batch_size, seed=3)
     made, carried = all_windows(
         source, epochs=epochs, steps=steps, tail="carry"
     )
@@ -140,7 +140,7 @@ def test_carry_loses_nothing_over_epochs(samples, batch_size, steps, epochs):
     epochs=st.integers(1, 3),
 )
 def test_drop_forgets_what_fills_no_window(batches, steps, epochs):
-    source = ArraySource(np.arange(2 * batches), batch_size=2, shuffle=False)
+    source = make_source(np.arange(2 * batches), batch_size=2, shuffle=False)
     if steps > batches:
         with pytest.raises(errors.DataError, match="tail='drop'"):
             all_windows(source, steps=steps, tail="drop")
@@ -153,7 +153,7 @@ def test_drop_forgets_what_fills_no_window(batches, steps, epochs):
 
 
 def test_carried_batches_that_fill_a_shorter_window_are_used_at_once():
-    source = ArraySource(np.arange(5), batch_size=1, shuffle=False)
+    source = make_source(np.arange(5), batch_size=1, shuffle=False)
     position = Position()
     sizes = []
     for steps in (4, 2):
@@ -171,7 +171,7 @@ def test_carried_batches_that_fill_a_shorter_window_are_used_at_once():
 
 
 def test_steps_are_asked_once_before_each_window():
-    source = ArraySource(np.arange(10), batch_size=1, shuffle=False)
+    source = make_source(np.arange(10), batch_size=1, shuffle=False)
     answers = iter([1, 2, 3, 9])
     made = windows(
         source,
@@ -192,7 +192,7 @@ def test_arrays_and_loaders_make_equal_windows(sizes, size):
         sizes = sizes[:1]
     x = {"a": np.arange(20.0), "b": np.arange(40).reshape(20, 2)}
     y = np.arange(20)
-    source = ArraySource(x, y, shuffle=False)
+    source = make_source(x, y, shuffle=False)
     stops = np.cumsum(sizes)
     items = [
         np.arange(stop - count, stop)
@@ -234,7 +234,7 @@ def test_large_windows_begin_where_a_device_can_use_them(source, dtype, rng):
         window = (
             window_of_batches(parts, None)
             if source == "loader"
-            else ArraySource(np.zeros(12), x).window(items, None)
+            else make_source(np.zeros(12), x).window(items, None)
         )
         np.testing.assert_array_equal(
             window.stacked.y, x[rows].reshape(4, 3, -1)

@@ -14,9 +14,8 @@ from accumtrainer.data.processes import ShareSource
 from accumtrainer.data.sources import (
     ArraySource,
     IterableSource,
-    PyDatasetSource,
     make_source,
-    train_validation_split,
+    recognize,
 )
 from accumtrainer.keras_api import BACKEND, keras, ops
 
@@ -67,16 +66,16 @@ class EndlessRows(keras.utils.PyDataset):
 
 def test_order_depends_on_seed_and_epoch_alone():
     x = np.arange(50)
-    one, two = (ArraySource(x, batch_size=8, seed=4) for _ in range(2))
+    one, two = (make_source(x, batch_size=8, seed=4) for _ in range(2))
     first, second = epoch_of(one, 0), epoch_of(one, 1)
     assert epoch_of(two, 1) == second
     assert epoch_of(two, 0) == first
     assert first != second
-    assert epoch_of(ArraySource(x, batch_size=8, seed=5), 0) != first
+    assert epoch_of(make_source(x, batch_size=8, seed=5), 0) != first
 
 
 def test_arrays_keep_a_short_last_batch():
-    source = ArraySource(np.arange(10), batch_size=4, shuffle=False)
+    source = make_source(np.arange(10), batch_size=4, shuffle=False)
     assert epoch_of(source, 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert (source.batches_per_epoch, source.samples_per_epoch) == (3, 10)
 
@@ -84,7 +83,7 @@ def test_arrays_keep_a_short_last_batch():
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_windows_of_arrays_have_memory_of_their_own(shuffle):
     x = np.zeros([8, 3], "float32")
-    source = ArraySource(x, batch_size=2, shuffle=shuffle)
+    source = make_source(x, batch_size=2, shuffle=shuffle)
     window = source.window(list(source.iterate(0)), None)
     assert window.stacked.x.shape == (4, 2, 3)
     assert not np.shares_memory(window.stacked.x, x)
@@ -93,7 +92,7 @@ def test_windows_of_arrays_have_memory_of_their_own(shuffle):
 @pytest.mark.parametrize("steps", [None, 2])
 def test_windows_of_loaders_have_memory_of_their_own(steps):
     x = np.zeros([8, 3], "float32")
-    source = IterableSource([x, x])
+    source = make_source([(x,), (x,)])
     items = list(source.iterate(0))[: steps or 1]
     window = source.window(items, None if steps else 4)
     assert not np.shares_memory(window.stacked.x, x)
@@ -101,7 +100,7 @@ def test_windows_of_loaders_have_memory_of_their_own(steps):
 
 def test_shuffled_windows_stay_aligned_across_leaves():
     x = {"a": np.arange(12), "b": -np.arange(12)}
-    source = ArraySource(x, np.arange(12) * 10, batch_size=3)
+    source = make_source(x, np.arange(12) * 10, batch_size=3)
     batch = source.window(list(source.iterate(0)), None).stacked
     assert batch.x["a"].shape == (4, 3)
     np.testing.assert_array_equal(batch.x["a"], -batch.x["b"])
@@ -109,7 +108,7 @@ def test_shuffled_windows_stay_aligned_across_leaves():
 
 
 def test_array_epochs_of_some_steps_go_on_where_they_stopped():
-    source = ArraySource(np.arange(5), batch_size=1, shuffle=False, steps=3)
+    source = make_source(np.arange(5), batch_size=1, shuffle=False, steps=3)
     with pytest.warns(UserWarning, match="had 2 loader batches where 3 steps"):
         rows = [epoch_of(source, epoch) for epoch in range(3)]
     assert rows == [[[0], [1], [2]], [[3], [4]], [[0], [1], [2]]]
@@ -156,7 +155,7 @@ class Unmeasured:
 
 def test_array_epochs_of_some_steps_need_no_history():
     def make():
-        return ArraySource(np.arange(7), batch_size=2, steps=2, seed=1)
+        return make_source(np.arange(7), batch_size=2, steps=2, seed=1)
 
     source = make()
     rows = [epoch_of(source, epoch) for epoch in range(4)]
@@ -165,7 +164,7 @@ def test_array_epochs_of_some_steps_need_no_history():
 
 def test_orders_of_the_epochs_before_do_not_come_again():
     def orders(*epochs, **options):
-        source = ArraySource(np.arange(8), batch_size=2, **options)
+        source = make_source(np.arange(8), batch_size=2, **options)
         return [epoch_of(source, epoch) for epoch in epochs]
 
     assert orders(0, 1, epochs_before=2) == orders(2, 3)
@@ -176,18 +175,18 @@ def test_orders_of_the_epochs_before_do_not_come_again():
 
 
 def test_steps_without_batch_size_divide_the_data():
-    source = ArraySource(np.arange(10), steps=4)
+    source = make_source(np.arange(10), steps=4)
     assert (source.batch_size, source.batches_per_epoch) == (3, 4)
 
 
 def test_default_batch_size_is_that_of_keras():
-    assert ArraySource(np.arange(100)).batch_size == 32
+    assert make_source(np.arange(100)).batch_size == 32
 
 
 def test_one_sample_weight_serves_every_output():
     weight = np.arange(4.0)
     y = {"a": np.zeros(4), "b": np.zeros([4, 2])}
-    source = ArraySource(np.zeros(4), y, weight, shuffle=False)
+    source = make_source(np.zeros(4), y, weight, shuffle=False)
     batch = source.window(list(source.iterate(0)), None).split()[0]
     np.testing.assert_array_equal(batch.sample_weight["a"], weight)
     np.testing.assert_array_equal(batch.sample_weight["b"], weight)
@@ -348,7 +347,7 @@ def test_sparse_data_are_refused_wherever_they_are(library):
         with pytest.raises(TypeError, match=message):
             next(make_source(iter([arguments])).iterate(0))
         with pytest.raises(TypeError, match=message):
-            train_validation_split(*(*arguments, None)[:3], 0.5)
+            recognize(*arguments).split(0.5)
     for nest in (sparse, {"a": sparse}, [dense, sparse]):
         with pytest.raises(TypeError, match="^x must hold dense arrays"):
             make_source(nest, dense)
@@ -357,9 +356,9 @@ def test_sparse_data_are_refused_wherever_they_are(library):
 
 
 def test_shuffle_batch_keeps_the_samples_of_a_batch_together():
-    source = ArraySource(np.arange(22), batch_size=8, shuffle="batch", seed=3)
+    source = make_source(np.arange(22), batch_size=8, shuffle="batch", seed=3)
     first, second = epoch_of(source, 0), epoch_of(source, 1)
-    plain = epoch_of(ArraySource(np.arange(22), batch_size=8, shuffle=False), 0)
+    plain = epoch_of(make_source(np.arange(22), batch_size=8, shuffle=False), 0)
     assert first != second and first != plain
     assert [sorted(batch) for batch in first] == plain
     assert [sorted(batch) for batch in second] == plain
@@ -533,12 +532,12 @@ def test_pydataset_without_length_is_endless():
 
 def test_pydataset_with_processes_is_refused():
     with pytest.raises(ValueError, match="Use workers=n"):
-        PyDatasetSource(Rows(2, workers=2, use_multiprocessing=True))
+        make_source(Rows(2, workers=2, use_multiprocessing=True))
 
 
 def test_empty_pydataset_is_refused():
     with pytest.raises(ValueError, match="length 0"):
-        PyDatasetSource(Rows(0))
+        make_source(Rows(0))
 
 
 def test_pydataset_that_empties_itself_is_reported_with_its_epoch():
@@ -624,10 +623,10 @@ def test_only_the_chief_knows_its_last_batch_again():
 
 def test_validation_split_takes_the_last_samples():
     x, y = {"a": np.arange(10)}, np.arange(10) * 2
-    train, validation = train_validation_split(x, y, None, 0.3)
-    np.testing.assert_array_equal(train.x["a"], np.arange(7))
-    np.testing.assert_array_equal(validation.y, [14, 16, 18])
-    assert train.sample_weight is None
+    train, validation = recognize(x, y).split(0.3)
+    np.testing.assert_array_equal(train.batch.x["a"], np.arange(7))
+    np.testing.assert_array_equal(validation.batch.y, [14, 16, 18])
+    assert train.batch.sample_weight is None
 
 
 @pytest.mark.parametrize(
@@ -639,11 +638,12 @@ def test_validation_split_takes_the_last_samples():
         (np.zeros(4), "0.5", ValueError, "between 0 and 1"),
         ([(np.zeros(4),)], 0.5, TypeError, "x of type list"),
         (np.zeros(1), 0.5, ValueError, "on both sides"),
-        (types.SimpleNamespace(), 0.5, TypeError, "validation_data instead"),
+        (iter([np.zeros(4)]), 0.5, TypeError, "validation_data instead"),
+        (types.SimpleNamespace(), 0.5, TypeError, "x must hold dense arrays"),
     ],
 )
 def test_validation_split_refuses_what_it_cannot_split(
     x, fraction, error, message
 ):
     with pytest.raises(error, match=message):
-        train_validation_split(x, None, None, fraction)
+        recognize(x).split(fraction)

@@ -1,0 +1,202 @@
+"""Reads what users and their loaders give as arrays."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from accumtrainer import errors
+from accumtrainer.data.batches import Batch, leaves, map_leaves
+from accumtrainer.keras_api import keras, tree
+from accumtrainer.keras_api.types import Nest
+
+
+def refuse_sparse(name: str, nest: Any) -> None:
+    """Refuse sparse and ragged tensors, saying how to make them dense.
+
+    They are known by their names, of modules that need not be there.
+
+    Args:
+        name: what the user calls the nest.
+        nest: anything.
+
+    Raises:
+        TypeError: a leaf is sparse or ragged.
+    """
+    for leaf in leaves(nest):
+        kind = type(leaf)
+        is_sparse = kind.__name__ in ("RaggedTensor", "SparseTensor")
+        module = kind.__module__
+        if is_sparse or module.startswith(("scipy.sparse", "jax.experimental")):
+            raise TypeError(
+                errors.SPARSE.format(
+                    name=name, received=f"{module}.{kind.__name__}"
+                )
+            )
+
+
+def as_arrays(nest: Nest, name: str, *, copy: bool = False) -> Nest:
+    """Turn every leaf of a nest into a NumPy array.
+
+    Floats are cast to `keras.config.floatx()` as `keras.Model.fit` does; other
+    dtypes stay. A pandas Series of shape `[n]` becomes `[n, 1]`, as in Keras.
+
+    Args:
+        nest: arrays, tensors of any backend, pandas objects, or nests of them.
+        name: what the user calls the nest.
+        copy: whether the arrays have to have memory of their own. Nothing
+            tells that nobody writes to what a leaf looks at: a view that is
+            read-only, an array whose owner may lift that again, a tensor made
+            of a NumPy array or by DLPack.
+
+    Returns:
+        The same nest of arrays of rank 1 or more; `None` stays `None`.
+
+    Raises:
+        TypeError: a leaf is no dense array with one row per sample.
+    """
+    refuse_sparse(name, nest)
+    return map_leaves(lambda leaf: _as_array(leaf, name, copy), nest)
+
+
+def _as_array(leaf: Any, name: str, copy: bool) -> np.ndarray:
+    array = np.asarray(_readable(leaf))
+    if array.ndim == 0 or (array.dtype == object and not is_text(array)):
+        raise TypeError(
+            errors.NOT_AN_ARRAY.format(name=name, received=_describe(leaf))
+        )
+    if type(leaf).__module__.startswith("pandas") and array.ndim == 1:
+        array = array[:, None]
+    # By name, because bfloat16 is no float to NumPy.
+    is_float = "float" in array.dtype.name
+    dtype = keras.config.floatx() if is_float else array.dtype
+    return array.astype(dtype, order="C" if copy else "K", copy=copy)
+
+
+def _readable(leaf: Any) -> Any:
+    """Make of a torch tensor one that NumPy can read; leave others alone."""
+    kind = type(leaf)
+    if not any(c.__module__ == "torch" for c in kind.__mro__):
+        return leaf
+    tensor = leaf.detach().cpu()
+    # NumPy has neither bfloat16 nor the float8 types, of which float32 holds
+    # every number.
+    is_short = tensor.is_floating_point() and tensor.element_size() < 4
+    return tensor.float() if is_short else tensor
+
+
+def is_text(array: np.ndarray) -> bool:
+    """Say whether an array holds nothing but text: strings or bytes.
+
+    Example:
+        >>> is_text(np.array(["a"])), is_text(np.array(["a", None]))
+        (True, False)
+    """
+    return array.dtype.kind in "OSU" and all(
+        isinstance(value, (str, bytes)) for value in array.flat
+    )
+
+
+def _describe(leaf: Any) -> str:
+    """Name a leaf by type, shape and dtype, as far as it has them."""
+    kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
+    if isinstance(leaf, np.ndarray):
+        return f"{kind} of shape {leaf.shape} and dtype {leaf.dtype}"
+    return kind.removeprefix("builtins.")
+
+
+def unpack(item: Any) -> Batch:
+    """Read what a loader yields as a `Batch`.
+
+    Args:
+        item: a `Batch`, `(x,)`, `(x, y)` or `(x, y, sample_weight)` as a tuple
+            or a list, or x alone as an array or a dict.
+
+    Returns:
+        `Batch` of NumPy arrays that nobody else can write to, as a loader may
+        fill what it yielded again for its next item; floats cast to
+        `keras.config.floatx()`.
+
+    Raises:
+        TypeError: a leaf is no dense array.
+        ValueError: a tuple or list has no or more than three parts.
+
+    Example:
+        >>> unpack((np.zeros([4, 2]), np.zeros([4]))).y.shape
+        (4,)
+    """
+    parts = tuple(item) if isinstance(item, (tuple, list)) else (item,)
+    if not 1 <= len(parts) <= 3:
+        raise ValueError(
+            "A loader batch must be x, (x,), (x, y) or (x, y, sample_weight). "
+            f"Received: {type(item).__name__} of {len(parts)} parts. Put "
+            "several inputs into one tuple or dict: ((x1, x2), y)."
+        )
+    named = zip(Batch._fields[: len(parts)], parts, strict=True)
+    return Batch(*(as_arrays(part, name, copy=True) for name, part in named))
+
+
+def weigh_classes(batch: Batch, class_weight: dict[int, float]) -> Batch:
+    """Turn class weights into the sample weights of a batch.
+
+    Args:
+        batch: `Batch` without sample weights, whose y is one array of class
+            numbers `[n]` or `[n, 1]`, or of one-hot rows `[n, classes]`.
+        class_weight: by class; classes left out weigh 1.
+
+    Returns:
+        `Batch` with `sample_weight` of shape `[n]`, `keras.config.floatx()`.
+
+    Raises:
+        TypeError: `class_weight` is no dict.
+        ValueError: the batch has sample weights, or y is not one array of
+            class labels.
+
+    Example:
+        >>> weigh_classes(Batch(np.zeros([2]), np.array([0, 1])), {1: 3.0})[2]
+        array([1., 3.], dtype=float32)
+    """
+    _check_class_weight(batch, class_weight)
+    labels, positions = np.unique(_class_labels(batch.y), return_inverse=True)
+    weights = np.asarray(
+        [class_weight.get(int(label), 1.0) for label in labels],
+        dtype=keras.config.floatx(),
+    )
+    return batch._replace(sample_weight=weights[positions])
+
+
+def _check_class_weight(batch: Batch, class_weight: Any) -> None:
+    if not isinstance(class_weight, Mapping):
+        raise TypeError(
+            "class_weight must be a dict {class: weight}. Received: "
+            f"class_weight={class_weight!r}. Use sample_weight for one weight "
+            "per sample."
+        )
+    if batch.sample_weight is not None:
+        raise ValueError(
+            "class_weight must not be combined with sample_weight. Received: "
+            "both. Multiply the class weights into sample_weight."
+        )
+    if batch.y is None or tree.is_nested(batch.y):
+        kind = "no y" if batch.y is None else type(batch.y).__name__
+        raise ValueError(
+            "class_weight must come with one array of class labels as y. "
+            f"Received: {kind}. Give sample_weight, with one array per output."
+        )
+
+
+def _class_labels(y: np.ndarray) -> np.ndarray:
+    """Return the class numbers `[n]`, int32, of numbers or one-hot rows."""
+    is_label = y.ndim == 1 or (y.ndim == 2 and y.shape[1] == 1)
+    is_one_hot = y.ndim == 2 and y.shape[1] > 1
+    if is_one_hot and not np.issubdtype(y.dtype, np.floating):
+        is_one_hot = y.max() <= 1
+    if is_one_hot:
+        return np.argmax(y, axis=-1)
+    if is_label and y.dtype.kind in "buif":
+        return np.round(y.reshape(-1)).astype("int32")
+    raise ValueError(
+        "class_weight must come with y of class numbers, [n] or [n, 1], or of "
+        f"one-hot rows, [n, classes]. Received: y of shape {y.shape} and dtype "
+        f"{y.dtype}. Give sample_weight in the shape of y instead."
+    )
