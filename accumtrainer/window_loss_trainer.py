@@ -85,7 +85,8 @@ class WindowLossTrainer(Trainer):
         Returns:
             Nest of tensors of floats whose first axis is that of the batch.
         """
-        return self._call_model(batch.x, training=info.training)
+        mode = self._context.mode(training=info.training)
+        return self.model(batch.x, **mode)
 
     def window_loss(self, embeddings: Any, batch: Batch, info: Info) -> Any:
         """Compute the loss of all examples of a window; to be overridden.

@@ -378,7 +378,8 @@ class FitAccumulator(Hooks):
         """Create what Keras creates when it first trains on a batch."""
 
         def call(batch):
-            return self._call_model(batch.x, training=False)
+            mode = self._context.mode(training=False)
+            return self.model(batch.x, **mode)
 
         def compute_loss(batch):
             outputs = call(batch)

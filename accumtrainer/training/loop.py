@@ -437,10 +437,6 @@ class FitLoop:
     def _run_window(self, window):
         index = self._position.windows - 1
         self._check(window, self._checks, index)
-        self._run_update(index, window)
-        self._tell_of_plan()
-
-    def _run_update(self, index, window):
         engine, dispatcher = self._engine, self._dispatcher
         dispatcher.call("on_train_batch_begin", index, {})
         if any(map(dispatcher.listens, ("on_micro_batch", "on_accumulate"))):
@@ -458,6 +454,7 @@ class FitLoop:
             )
         logs = Logs(report.running_logs)
         dispatcher.call("on_train_batch_end", index, logs)
+        self._tell_of_plan()
 
     def _tell_of_plan(self):
         """Announce what a first window has shown of a size that was chosen."""

@@ -175,6 +175,10 @@ class HookContext:
             model_takes_training=takes_argument(model.call, "training"),
         )
 
+    def mode(self, *, training: bool) -> dict[str, bool]:
+        """Make the arguments that tell the model, where it wants to know."""
+        return {"training": training} if self.model_takes_training else {}
+
 
 class Hooks:
     """What a Trainer does to a window, each part open to a subclass."""
@@ -212,7 +216,8 @@ class Hooks:
             `WeightedLoss`, or a dict of them by name, which are added up.
             Losses of several outputs that share a name are numbered in it.
         """
-        outputs = self._call_model(batch.x, training=info.training)
+        mode = self._context.mode(training=info.training)
+        outputs = self.model(batch.x, **mode)
         if self._context.model_computes_loss:
             return self._model_loss(batch, outputs, info)
         parts, compiled_loss = [], self._context.compiled_loss
@@ -279,11 +284,11 @@ class Hooks:
         """
         if overrides(self.model, "predict_step"):
             return self._predict_by_model(batch)
-        return self._call_model(batch.x, training=False)
+        return self.model(batch.x, **self._context.mode(training=False))
 
     def _predict_by_model(self, batch):
         if not self.model.built:
-            self._call_model(batch.x, training=False)
+            self.model(batch.x, **self._context.mode(training=False))
         return call_predict_step(self.model, batch.x)
 
     def log(
@@ -321,11 +326,6 @@ class Hooks:
     def overrides(self, name: str) -> bool:
         """Whether a subclass has its own version of a hook."""
         return getattr(type(self), name) is not getattr(Hooks, name)
-
-    def _call_model(self, x, *, training):
-        if self._context.model_takes_training:
-            return self.model(x, training=training)
-        return self.model(x)
 
     def _model_loss(self, batch, outputs, info):
         arguments = {
