@@ -174,10 +174,13 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def check(self) -> None:
+    def check(self, was_applied: Callable[[], bool]) -> None:
         """Refuse what a window was given, where its programs have noticed.
 
         Nothing of that window has been applied.
+
+        Args:
+            was_applied: reads whether the window was; waits for the device.
 
         Raises:
             DataError: an index is outside of what it indexes.

@@ -126,11 +126,15 @@ class Report:
         ]
         return {place.name: v for place, v in found if place.section == name}
 
+    def was_applied(self) -> bool:
+        """Read whether the update was made, not skipped."""
+        return bool(self.section("counters")["applied"])
+
     def window_logs(self) -> dict[str, Any]:
         """Read what this window alone was like."""
         counters = self.section("counters")
         return self.section("window") | {
-            "applied": bool(counters["applied"]),
+            "applied": self.was_applied(),
             "updates": counters["updates"],
             "skipped_updates": counters["skipped_updates"],
         }

@@ -68,7 +68,7 @@ class Step:
             apply = self._apply(window.is_even, join_uses([*used, *marks]))
             packed = apply(self._constant(window.micro_batches))
             report = Report(packed, list(rows))
-        self._backend.check()
+        self._backend.check(report.was_applied)
         return report
 
     # A window whose micro-batches come one by one.
@@ -103,7 +103,7 @@ class Step:
         """Apply the micro-batches that `add` has run, so many."""
         apply = self._apply(True, join_uses(self._used))
         report = Report(apply(self._constant(micro_batches)))
-        self._backend.check()
+        self._backend.check(report.was_applied)
         return report
 
     # What is asked without an update.

@@ -86,7 +86,7 @@ class JaxBackend(Backend):
     def accepts(self, is_finite):
         return is_finite
 
-    def check(self):
+    def check(self, was_applied):
         pass  # JAX refuses no index, nor does Keras on it
 
     def memory_limit_bytes(self):
