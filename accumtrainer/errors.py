@@ -416,6 +416,13 @@ NO_TARGETS = (
     "of targets, by layers that add losses or Trainer.compute_loss."
 )
 
+MIXED_WINDOW = (
+    "The batches of one update must have the same losses, since a window adds "
+    "them up. Received: batches amid a window of {steps} whose parts, and with "
+    "them the number, names or kinds of losses, are others than of those "
+    "before. Let the data change their parts between updates."
+)
+
 NO_LOSS = (
     "loss must be given. Received: loss=None for a model whose layers add no "
     "loss either. Give Trainer(loss=...), or override compute_loss."

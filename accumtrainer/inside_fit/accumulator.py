@@ -125,7 +125,7 @@ class FitAccumulator(Hooks):
         self._program: Any = None
         self._step: Any = None
         self._checked_losses = []
-        self._is_first_group = True
+        self._kind = None
         self._counting = Counting(self._read_counters, max_consecutive_skips)
         self._is_running = False
         self._scaled_by = None
@@ -179,7 +179,7 @@ class FitAccumulator(Hooks):
             self._groups_per_epoch = math.ceil(
                 batches_per_epoch / model.steps_per_execution
             )
-        self._is_first_group = True
+        self._kind = None
         self._begun = time.monotonic() - self._counting.progress_at_most.seconds
         self._train_function_before = model.train_function
         model.train_function = self._train_function
@@ -257,23 +257,51 @@ class FitAccumulator(Hooks):
         """
         self._counting.check_skips_if_many()
         group = self._groups.take(iterator)
-        if self._is_first_group:
-            self._prepare(group.batches()[0])
-            self._is_first_group = False
+        for kind in group.kinds:
+            self._turn_to(kind, group)
         self._fit_state.settle(self._program.variables)
-        self._is_running = True
         self._counting.add(len(group), group.samples)
         while len(group):
             if not self._waiting:
                 self._steps = self._steps_of_window()
             room = self._steps - self._waiting
             part, group = group.cut(room)
+            self._check_window(part)
+            self._is_running = True
             self._fill_window(part, len(part) == room)
+            self._is_running = False
         if self._waiting and self._groups.is_last():
+            self._is_running = True
             self._close_window()
-        self._is_running = False
+            self._is_running = False
         self._counting.set_seconds(time.monotonic() - self._begun)
         return self._logs
+
+    def _turn_to(self, kind, group):
+        """Get ready for batches of a kind, as a group has some.
+
+        Another part of the data may be there for the first time amid `fit`.
+        """
+        if kind == self._kind:
+            return
+        if self._kind is not None and not self._program.knows(kind):
+            self._fit_state.unsettle()
+        self._prepare(group.first_of(kind))
+        self._kind = kind
+
+    def _check_window(self, part):
+        """Turn to the losses of a window's batches, which must be alike.
+
+        Raises:
+            ValueError: they are others than the window has begun with.
+        """
+        for kind in part.kinds:
+            self._turn_to(kind, part)
+            signature, _ = self._program.survey.signature
+            if not self._waiting and kind == part.kinds[0]:
+                self._signature = signature
+            if signature != self._signature:
+                raise ValueError(errors.MIXED_WINDOW.format(steps=self._steps))
 
     @property
     def _waiting(self):

@@ -27,6 +27,9 @@ class FitState:
     def settle(self, variables):
         """Let a program's variables go on from what `fit` has handed over."""
 
+    def unsettle(self):
+        """Let a program be changed before it goes on; `settle` comes next."""
+
     def leave(self):
         """Make current what `fit` does not know of, between its epochs."""
 
@@ -88,6 +91,13 @@ class HandedState:
             for group in self._state
         )
         self._received, self._is_settled = {}, True
+
+    def unsettle(self):
+        """See `FitState`."""
+        if self._is_settled:
+            state = self._state
+            self.leave()
+            self._receive(state)
 
     def leave(self):
         """See `FitState`."""

@@ -15,6 +15,7 @@ from accumtrainer.data.batches import (
 )
 from accumtrainer.data.reading import refuse_sparse
 from accumtrainer.keras_api import keras, ops
+from accumtrainer.window.survey import kind_of
 
 
 class Group:
@@ -49,6 +50,17 @@ class Group:
             self._stacked is not None
             or len({_signature(batch) for batch in self._batches}) == 1
         )
+
+    @functools.cached_property
+    def kinds(self):
+        """Which kinds of batches there are, see `kind_of`, list in order."""
+        if self._stacked is not None:
+            return [kind_of(self._stacked, stacked_axes=1)]
+        return list(dict.fromkeys(map(kind_of, self._batches)))
+
+    def first_of(self, kind):
+        """Return the first batch of a kind."""
+        return next(b for b in self.batches() if kind_of(b) == kind)
 
     def cut(self, count):
         """Cut in two.

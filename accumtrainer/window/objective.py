@@ -11,8 +11,10 @@ from accumtrainer.keras_api import (
     ops,
     read_metrics,
 )
+from accumtrainer.keras_api.types import Tensor
 from accumtrainer.window.hooks import context_of
 from accumtrainer.window.losses import WeightedLoss, added_losses, count_samples
+from accumtrainer.window.numbers import Sums
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,6 +199,62 @@ def named_losses(losses, means):
         for i, loss in enumerate(losses)
         if loss.name is not None
     }
+
+
+@dataclass(frozen=True, slots=True)
+class EpochSums:
+    """What the windows of an epoch with losses alike have added up.
+
+    Args:
+        losses: for their names and coefficients.
+        sums: with 0 samples where there was no such window.
+        means: tensor `(n,)`, float32, NaN where there was none.
+        loss: scalar tensor, float32, the total of the means.
+    """
+
+    losses: list[WeightedLoss]
+    sums: Sums
+    means: Tensor
+    loss: Tensor
+
+
+def joined(
+    parts: list[EpochSums],
+) -> tuple[list[WeightedLoss], list[Tensor], Tensor]:
+    """Average over the windows of an epoch whose losses differ.
+
+    The total counts by samples, as in Keras; a loss of a name, over the
+    windows that have it.
+
+    Returns:
+        Triple: the losses, their means, and the total.
+    """
+    samples = sum(part.sums.samples for part in parts)
+    total = sum(
+        ops.where(
+            ops.equal(part.sums.samples, 0), 0.0, part.sums.samples * part.loss
+        )
+        for part in parts
+    )
+    losses: dict[str, WeightedLoss] = {}
+    amounts: dict[str, tuple[Tensor, Tensor]] = {}
+    for part in parts:
+        over = named_losses(part.losses, part.sums.numerators)
+        under = named_losses(part.losses, part.sums.denominators)
+        losses |= {v.name: v for v in part.losses if v.name is not None}
+        for name, amount in over.items():
+            above, below = amounts.get(name, (0.0, 0.0))
+            amounts[name] = above + amount, below + under[name]
+    return (
+        [losses[name] for name in amounts],
+        [_mean_or_nan(*pair) for pair in amounts.values()],
+        _mean_or_nan(total, samples),
+    )
+
+
+def _mean_or_nan(total: Tensor, count: Tensor) -> Tensor:
+    mean = ops.divide_no_nan(total, count)
+    return ops.where(ops.equal(count, 0), float("nan"), mean)
 
 
 def _kinds(losses):

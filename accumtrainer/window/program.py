@@ -110,6 +110,10 @@ class WindowProgram:
         self._update = Update(parts, self.passes, self.variables)
         self._shared = SharedWindow(parts, self.passes, self.variables)
 
+    def knows(self, kind: Hashable) -> bool:
+        """Whether micro-batches of a kind, see `kind_of`, were learnt of."""
+        return kind in self._surveys
+
     @property
     def survey(self) -> Survey:
         """What is known of micro-batches like those to come."""

@@ -185,10 +185,16 @@ def _written(parts, scope, losses, idle):
     ]
 
 
-def kind_of(batch: Batch) -> Hashable:
+def kind_of(batch: Batch, stacked_axes: int = 0) -> Hashable:
     """Tell apart what a survey has to look at: parts, axes and types.
 
     It is the same for micro-batches that differ in their sizes alone.
+
+    Args:
+        batch: arrays, one micro-batch, or several stacked.
+        stacked_axes: how many axes come before those of one.
     """
     leaves, structure = optree.tree_flatten(cast(Any, batch))
-    return structure, *((len(leaf.shape), str(leaf.dtype)) for leaf in leaves)
+    return structure, *(
+        (len(leaf.shape) - stacked_axes, str(leaf.dtype)) for leaf in leaves
+    )

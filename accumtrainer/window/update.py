@@ -15,6 +15,8 @@ from accumtrainer.window.hooks import Info, collect_logs
 from accumtrainer.window.loss_scale import next_scale
 from accumtrainer.window.numbers import Sums
 from accumtrainer.window.objective import (
+    EpochSums,
+    joined,
     metric_variables,
     named_losses,
     results,
@@ -22,7 +24,8 @@ from accumtrainer.window.objective import (
 )
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.passes import Passes
-from accumtrainer.window.state import Scratch
+from accumtrainer.window.state import Scratch, Tally
+from accumtrainer.window.survey import Survey
 from accumtrainer.window.variables import WindowVariables
 from accumtrainer.window.weighing import (
     Weighing,
@@ -276,17 +279,26 @@ class Update:
 
         Losses are NaN where no window has been applied yet.
         """
-        added, survey = self._variables.epoch.read(), self._variables.survey
+        survey, epoch = self._variables.survey, self._variables.epoch
+        part = self._epoch_so_far(survey, epoch)
+        losses, means, loss = survey.losses, part.means, part.loss
+        if self._variables.other_epochs:
+            others = self._variables.other_epochs
+            parts = [part, *(self._epoch_so_far(*other) for other in others)]
+            losses, means, loss = joined(parts)
+        model = self._parts.model
+        with self._backend.holding(metric_variables(model)):
+            found = results(model, losses, loss, means, survey.idle_metrics)
+        return found | epoch.values()
+
+    def _epoch_so_far(self, survey: Survey, tally: Tally) -> EpochSums:
+        """Read what windows with the losses of a survey have added up."""
+        added = tally.read()
         means = window_means(added.numerators, added.denominators)
         means = ops.where(ops.equal(added.samples, 0), float("nan"), means)
         regularization = ops.divide_no_nan(added.regularization, added.weight)
         loss = total_loss(means, survey.losses, regularization)
-        model = self._parts.model
-        with self._backend.holding(metric_variables(model)):
-            found = results(
-                model, survey.losses, loss, means, survey.idle_metrics
-            )
-        return found | self._variables.epoch.values()
+        return EpochSums(survey.losses, added, means, loss)
 
     def running_logs_with(self, micro_batches: Tensor) -> dict[str, Tensor]:
         """Read the epoch so far, as if the open window had been applied.
@@ -299,6 +311,7 @@ class Update:
         read = [
             *self._variables.window.variables,
             *self._variables.epoch.variables,
+            *(v for _, e in self._variables.other_epochs for v in e.variables),
             *metric_variables(self._parts.model),
         ]
         with Scratch(read):

@@ -56,6 +56,7 @@ class WindowVariables:
         self._looks_ahead = looks_ahead
         self.accumulators: list[Variable] = []
         self._tallies: dict[Any, list[Tally]] = {}
+        self._surveys: dict[Any, Survey] = {}
         self.borrowed: list[Variable] = []
         self.streams: list[Variable] = []
         self.moved: list[Variable] = []
@@ -107,8 +108,18 @@ class WindowVariables:
             for tally in tallies:
                 tally.clear()
             self._tallies[survey.signature] = tallies
+        self._surveys[survey.signature] = survey
         self.window, self.epoch = self._tallies[survey.signature]
         self.survey = survey
+
+    @property
+    def other_epochs(self) -> list[tuple[Survey, Tally]]:
+        """Pairs of `Survey` and `Tally`: windows with losses unlike these."""
+        return [
+            (self._surveys[signature], epoch)
+            for signature, (_, epoch) in self._tallies.items()
+            if epoch is not self.epoch
+        ]
 
     @property
     def revision(self) -> int:
@@ -253,7 +264,9 @@ class WindowVariables:
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch's running means, and forget a broken-off window."""
         self._state.epoch.assign(epoch)
-        self.epoch.clear()
+        for tallies in self._tallies.values():
+            for tally in tallies:
+                tally.clear()
         self.clear_sums()
         for metric in self._model.metrics:
             metric.reset_state()
