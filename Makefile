@@ -17,7 +17,8 @@
 #   make soak     kill training two hundred times on each backend, and compare
 #                 where it ends (KILLS=20 for fewer)
 #   make fuzz     train random models, and compare each with plain Keras
-#                 (CASES=2000 SEED=0; what fails prints a program)
+#                 (CASES=2000 SEED=0 PROCESSES=1; what fails prints a
+#                 program)
 #   make format   put the code into the shape that `make check` wants
 #   make clean    remove what builds and tools leave behind, except .venv
 #
@@ -35,6 +36,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 KILLS ?= 200
 CASES ?= 2000
+PROCESSES ?= 1
 SEED ?= 0
 
 # A backend chosen in the environment is the only one that is tested.
@@ -142,6 +144,7 @@ fuzz: $(INSTALLED)
 	for backend in $(BACKENDS); do \
 		PYTHONPATH=tests/support KERAS_BACKEND=$$backend \
 			$(BIN)/python -m fuzz --cases $(CASES) --seed $(SEED) \
+			--processes $(PROCESSES) \
 			|| exit 1; \
 	done
 

@@ -5,8 +5,11 @@ PYTHONPATH=tests/support KERAS_BACKEND=jax python -m fuzz --cases 2000 --seed 0
 
 import argparse
 import collections
+import concurrent.futures
 import gc
+import multiprocessing
 import os
+import resource
 import time
 
 # Programs this small run no faster for what XLA could still improve.
@@ -20,31 +23,53 @@ from fuzz.run import run
 
 FINE = ("same", "untold")
 
+CASES_PER_PROCESS = 100
+"""After so many a new process starts: backends keep what they compiled."""
+
 
 def main():
     """Run the cases that the arguments ask for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the first")
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--quiet", action="store_true", help="no programs")
     options = parser.parse_args()
     counts = collections.Counter()
     made = collections.Counter()
     begun = time.monotonic()
-    gc.freeze()  # What modules hold need not be looked through again.
-    for seed in range(options.seed, options.seed + options.cases):
-        result = run(seed)
+    for result in results(options):
         counts[result.verdict] += 1
         made.update(result.case.features)
         if result.verdict not in FINE:
-            print(f"--- case {seed}: {result.verdict}", flush=True)
+            print(f"--- case {result.case.seed}: {result.verdict}")
             print(result.text, flush=True)
             if not options.quiet:
                 print(result.case.program, flush=True)
     seconds = time.monotonic() - begun
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    each = (usage.ru_utime + usage.ru_stime) / sum(counts.values())
     print(", ".join(f"{count} {name}" for name, count in made.most_common()))
-    print(f"{dict(counts)} in {seconds:.0f} s")
+    print(f"{dict(counts)} in {seconds:.0f} s, {each:.2f} s of the CPU each")
     raise SystemExit(any(verdict not in FINE for verdict in counts))
+
+
+def results(options):
+    """Yield the results of the cases, in order.
+
+    Raises:
+        BrokenProcessPool: a case has ended its process; it is among the first
+            that were not reported.
+    """
+    seeds = range(options.seed, options.seed + options.cases)
+    with concurrent.futures.ProcessPoolExecutor(
+        options.processes,
+        multiprocessing.get_context("spawn"),
+        # What modules hold need not be looked through again.
+        initializer=gc.freeze,
+        max_tasks_per_child=CASES_PER_PROCESS,
+    ) as pool:
+        yield from pool.map(run, seeds)
 
 
 if __name__ == "__main__":

@@ -23,12 +23,14 @@ class Target:
     has_classes: bool = False
 
 
-def draw_target(draw, output):
+def draw_target(draw, output, is_number=False):
     """Draw a loss for an output, with labels and metrics that go with it."""
     number = "rng.normal(size={shape}).astype('float32')"
     kinds = ["number"] * 3 + ["binary"]
     if output.width > 1:
         kinds += ["class"] * 2 + ["one hot"]
+    if is_number:
+        kinds = ["number"]
     kind = draw.choice(kinds)
     if kind == "number":
         names = {
@@ -149,6 +151,14 @@ def draw_metrics(draw, structure, targets, untold):
     return nested(structure, texts)
 
 
+def draw_metrics_alone(draw, structure, targets):
+    """Draw what `compile` is given where no loss compares outputs."""
+    if draw.random() < 0.5:
+        return ""
+    untold = [False] * len(targets)
+    return f"metrics={draw_metrics(draw, structure, targets, untold)}"
+
+
 def is_nested(structure):
     """Say whether a nest holds nests."""
     return len(re.findall(r"[\[(]|\{\{", structure)) > 1
@@ -183,11 +193,14 @@ SCHEDULES = (
 )
 
 
-def draw_optimizer(draw):
+def draw_optimizer(draw, backend):
     """Draw an optimizer."""
+    # JAX multiplies float32 by int32 there, which a strict one refuses.
+    overwrite = ", ema_overwrite_frequency=2" * (backend == "tensorflow")
     options = draw.choice(
         [""] * 5
         + [
+            f", use_ema=True, ema_momentum=0.8{overwrite}",
             ", clipnorm=0.05",
             ", clipvalue=0.02",
             ", global_clipnorm=0.1",

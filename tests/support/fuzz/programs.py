@@ -6,14 +6,16 @@ import random
 
 from fuzz.arguments import (
     draw_compile_arguments,
+    draw_metrics_alone,
     draw_optimizer,
     draw_target,
     labels_text,
     nested,
     weights_text,
 )
-from fuzz.models import WORDS, draw_model
-from fuzz.training import draw_training
+from fuzz.drawer import WORDS
+from fuzz.models import Allowed, draw_model
+from fuzz.training import Plan, draw_training
 
 HEAD = '''"""Case {seed}: a Trainer and plain Keras should agree."""
 
@@ -26,7 +28,7 @@ import numpy as np
 from keras import layers, losses, metrics, ops, optimizers, regularizers
 
 import accumtrainer
-from accumtrainer import Accumulation, Trainer
+from accumtrainer import Accumulation, Trainer, WeightedLoss
 from accumtrainer.callbacks import GradientAccumulation
 
 '''
@@ -64,6 +66,8 @@ def change_weights():
 '''
 
 WEIGHT = '''
+WEIGHTS = []
+
 
 def weight(value):
     """Make a loss weight that fits may change."""
@@ -111,65 +115,107 @@ def case_of(seed, backend):
         `Case`.
     """
     draw = random.Random(seed)
-    whole_batches = draw.random() < 0.2
-    which = draw.choices(["steps", "sizes", "slices", "fit"], [3, 2, 3, 3])[0]
-    which = "batch" if draw.random() < 0.1 else which
-    if whole_batches:
-        which = draw.choice(["whole", "fit"])
-    model = draw_model(
-        draw,
-        whole_batches,
-        allow_lists=which != "fit",
-        allow_extra=which != "fit",
+    which, is_whole = draw_which(draw)
+    losses_from = draw.choices(["compile", "hook", "layers"], [85, 9, 6])[0]
+    allowed = Allowed(
+        batch_state=is_whole,
+        lists=which != "fit",
+        extra=which != "fit",
+        padding=which in ("steps", "sizes") and losses_from == "compile",
+        only_layers_add_losses=losses_from == "layers",
     )
-    targets = [draw_target(draw, output) for output in model.outputs]
-    if len(targets) > 1 and draw.random() < 0.3:
-        targets = repeat_losses(targets, model.outputs)
-    # On JAX Keras 3.15 loses masks on the way to the metrics of training.
-    untold = [backend == "jax" and output.is_masked for output in model.outputs]
-    arguments, targets = draw_compile_arguments(
-        draw, model.structure, targets, untold
-    )
+    model = draw_model(draw, allowed)
+    has_hook = losses_from == "hook" and which not in ("fit", "whole")
+    targets = draw_targets(draw, model, has_hook)
+    arguments = ""
+    if model.only_layers_add_losses:
+        arguments = draw_metrics_alone(draw, model.structure, targets)
+    elif not has_hook:
+        arguments, targets = draw_compile_arguments(
+            draw, model.structure, targets, untold_outputs(model, backend)
+        )
     batches = batch_text(draw, model, targets)
-    may_weigh = len(targets) == 1 and targets[0].has_classes
-    training = draw_training(
-        draw,
-        model,
-        backend,
-        which,
-        may_weigh_classes=may_weigh and "weights" not in batches,
-        # The largest of numbers and NaN is a number on some devices.
-        may_spoil="normal" in batches
-        and "None" not in arguments
-        and "Max" not in model.text,
-    )
-    change = NO_CHANGE
-    if "weight(" in arguments:
-        change = CHANGE.replace("COUNT", str(len(targets)))
+    plan = plan_of(backend, which, has_hook, model, targets, arguments, batches)
+    training = draw_training(draw, model, plan)
+    optimizer = draw_optimizer(draw, backend)
     parts = [
         HEAD.format(seed=seed, backend=backend),
         f"SEED = {seed}\n",
         *model.definitions,
-        DICT_METRIC if "SumAndCount" in arguments else "",
-        "WEIGHTS = []\n" if "weight(" in arguments else "",
-        WEIGHT if "weight(" in arguments else "",
-        "\n",
+        *compile_texts(arguments, len(targets)),
         model.text,
-        f"\n\ndef make_optimizer():\n    return {draw_optimizer(draw)}\n",
+        f"\n\ndef make_optimizer():\n    return {optimizer}\n",
         f"\n\ndef compile_arguments():\n    return dict({arguments})\n",
         "\n\n# What Keras makes of it.\n\n",
         read_plain_keras(),
         "\n\n# The data.",
-        change,
         batches,
         training.data,
         "\n\n# The comparison.\n",
         training.text,
     ]
-    features = (model.kind, *training.features)
-    if model.has_extra:
-        features += ("an extra input",)
+    features = (model.kind, *training.features, *sorted(model.features))
+    features += ("losses of layers only",) * model.only_layers_add_losses
+    features += ("padded",) * model.is_padded
     return Case(seed, backend, "".join(parts), features)
+
+
+def draw_which(draw):
+    """Draw how batches make updates, and whether by one micro-batch each."""
+    if draw.random() < 0.2:
+        return draw.choice(["whole", "fit"]), True
+    ways = ["steps", "sizes", "slices", "fit", "batch"]
+    return draw.choices(ways, [27, 18, 27, 27, 10])[0], False
+
+
+def untold_outputs(model, backend):
+    """Say for each output whether no metrics can be told of it."""
+    # On JAX Keras 3.15 loses masks on the way to the metrics of training.
+    return [
+        model.is_padded or (backend == "jax" and output.is_masked)
+        for output in model.outputs
+    ]
+
+
+def plan_of(backend, which, has_hook, model, targets, arguments, batches):
+    """Say what may be drawn of the training of a model."""
+    has_loss = "loss=" in arguments
+    # Keras would look for the class of a list, not of what is in it.
+    may_weigh = model.structure == "{0}" and targets[0].has_classes
+    # A gradient is finite where no loss looks at what is not. The largest of
+    # numbers and NaN is a number on some devices.
+    may_spoil = "normal" in batches and "Max" not in model.text
+    return Plan(
+        backend=backend,
+        which=which,
+        has_hook=has_hook,
+        may_weigh_classes=may_weigh and "weights" not in batches and has_loss,
+        may_spoil=may_spoil and has_loss and "None" not in arguments,
+        may_be_dataset="[" not in model.structure + model.input_structure,
+        may_be_eager="float8" not in model.features,
+    )
+
+
+def compile_texts(arguments, count):
+    """Write what the arguments of `compile` refer to."""
+    changes = "weight(" in arguments
+    return [
+        DICT_METRIC if "SumAndCount" in arguments else "",
+        WEIGHT if changes else "",
+        CHANGE.replace("COUNT", str(count)) if changes else NO_CHANGE,
+        "\n\n",
+    ]
+
+
+def draw_targets(draw, model, are_numbers):
+    """Draw what every output is compared with."""
+    targets = [
+        draw_target(draw, output, is_number=are_numbers)
+        for output in model.outputs
+    ]
+    if len(targets) > 1 and draw.random() < 0.3:
+        targets = repeat_losses(targets, model.outputs)
+    return targets
 
 
 def repeat_losses(targets, outputs):
