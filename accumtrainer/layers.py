@@ -29,7 +29,7 @@ class WindowLayer(abc.ABC):
         """Make a context manager around the passes of one micro-batch.
 
         Args:
-            is_first: scalar tensor, bool, whether a window begins with it.
+            is_first: scalar, bool, whether a window begins with it.
         """
 
     @abc.abstractmethod

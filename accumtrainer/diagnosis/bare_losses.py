@@ -27,7 +27,7 @@ def check_bare_losses(
     otherwise is a warning.
 
     Args:
-        losses: list of `WeightedLoss`, of which only the kind counts.
+        losses: of which only the kind counts.
         find_trials: function that returns a list of `LossTrial`, one per loss,
             or an empty one where nobody can tell.
         owner: what users give arguments to.

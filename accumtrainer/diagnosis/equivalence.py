@@ -13,7 +13,7 @@ from accumtrainer.diagnosis.trials import Trials
 from accumtrainer.keras_api import flatten_layers, is_overwritten, keras, ops
 from accumtrainer.keras_api.types import Model, Variable
 from accumtrainer.layers import computing_in, describe_layer, owners_of
-from accumtrainer.steps import Plan, Step
+from accumtrainer.steps import Backend, Plan, Step
 from accumtrainer.window.objective import is_random_state
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.program import WindowProgram
@@ -106,6 +106,7 @@ class EquivalenceCheck:
         self._parts = parts
         self._trials = trials
         self._hooks = parts.hooks
+        assert isinstance(parts.backend, Backend)
         self._backend = parts.backend
         self._plan = Plan(name="streamed", jit_compile=jit_compile)
         self._tolerance = tolerance
@@ -140,7 +141,7 @@ class EquivalenceCheck:
     def _way(self, **options: Any) -> "_Way":
         program = WindowProgram(replace(self._parts, **options))
         program.learn(self._micro_batch)
-        return _Way(self._parts, program, self._plan)
+        return _Way(self._parts, self._backend, program, self._plan)
 
     def _differs(self, way: "_Way", window: Window, whole: Window) -> bool:
         found = _errors(way, way.gradients(window), way.gradients(whole))
@@ -242,12 +243,18 @@ class EquivalenceCheck:
 class _Way:
     """One way to compute gradients, which leaves everything as it was."""
 
-    def __init__(self, parts: WindowParts, program: WindowProgram, plan: Plan):
+    def __init__(
+        self,
+        parts: WindowParts,
+        backend: Backend,
+        program: WindowProgram,
+        plan: Plan,
+    ):
         self.model = parts.model
         self._micro_batches = parts.state.micro_batches
-        self._backend = parts.backend
+        self._backend = backend
         self._variables = program.variables
-        self._step = Step(program, parts.backend, plan)
+        self._step = Step(program, backend, plan)
 
     def gradients(
         self,

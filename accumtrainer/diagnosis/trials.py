@@ -30,7 +30,7 @@ from accumtrainer.diagnosis.verdicts import (
 )
 from accumtrainer.keras_api import flatten_layers, ops, tree
 from accumtrainer.keras_api.types import Layer, Model, Nest, Tensor, Variable
-from accumtrainer.steps import should_compile_evaluation
+from accumtrainer.steps import Backend, should_compile_evaluation
 from accumtrainer.window.hooks import Info, collect_logs
 from accumtrainer.window.objective import is_random_state, unique
 from accumtrainer.window.parts import WindowParts
@@ -94,7 +94,9 @@ class Trials:
         self.parts = parts
         self._hooks = parts.hooks
         self._model = parts.model
-        self.jit_compile = should_compile_evaluation(parts.backend, jit_compile)
+        assert isinstance(parts.backend, Backend)
+        self.backend = parts.backend
+        self.jit_compile = should_compile_evaluation(self.backend, jit_compile)
 
     @property
     def all_variables(self) -> list[Variable]:
@@ -135,8 +137,7 @@ class Trials:
         Layers that couple rows in training alone are run as in evaluation.
 
         Returns:
-            List of `LossTrial`, one per loss in their order; an empty one
-            where nobody can tell.
+            One per loss in their order; an empty one where nobody can tell.
         """
         groups = _groups_of(window)
         if groups is None or self._hooks.has_window_loss:
@@ -201,7 +202,7 @@ class _Runner:
         self._hooks = parts.hooks
         self._state = parts.state
         self._variables = trials.all_variables
-        self._backend = parts.backend
+        self._backend = trials.backend
         self._passes = Passes(parts)
         self._trials = trials
         self._compiled: dict[tuple[str, int], Callable[..., Nest]] = {}

@@ -40,7 +40,7 @@ class Logger(Callback, abc.ABC):
     write into the logs only when an epoch ends makes a point of its own.
 
     Args:
-        every: `Every`, how often to write a point.
+        every: how often to write a point.
 
     Raises:
         TypeError: `every` is no `Every`.

@@ -17,7 +17,8 @@ import numpy as np
 
 from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
-from accumtrainer.window.replicas import Shares
+from accumtrainer.window.backend import WindowBackend
+from accumtrainer.window.weighing import Shares
 
 
 class HasVariables(Protocol):
@@ -41,11 +42,10 @@ class Compiled(Protocol):
         """
 
 
-class Backend(abc.ABC):
-    """The functions of a backend.
+class Backend(WindowBackend):
+    """The functions of a backend: those of `WindowBackend`, and these.
 
     Attributes:
-        replicas: how many replicas share a window out.
         processes: how many processes they are in.
         is_chief: whether this is the process that writes.
     """
@@ -53,7 +53,6 @@ class Backend(abc.ABC):
     name: ClassVar[str]
     """As in `KERAS_BACKEND`."""
 
-    replicas: int
     processes: int
     is_chief: bool
 
@@ -133,16 +132,6 @@ class Backend(abc.ABC):
     # To trace and to compile.
 
     @abc.abstractmethod
-    def trace(
-        self, function: Callable[[Batch], Nest], batch: Batch
-    ) -> set[str]:
-        """Run a function on abstract tensors like a batch of arrays.
-
-        Returns:
-            The names of the operations it consists of.
-        """
-
-    @abc.abstractmethod
     def compile(
         self,
         function: Callable[..., Nest],
@@ -161,17 +150,6 @@ class Backend(abc.ABC):
     def expect(self, function: Compiled, calls: Sequence[tuple]) -> None:
         """Prepare a compiled function for arguments of different shapes."""
         del function, calls  # a program has one shape
-
-    @abc.abstractmethod
-    def accepts(self, is_finite: Tensor) -> Tensor:
-        """Say whether a window may be applied, which `check` may refuse.
-
-        Args:
-            is_finite: scalar tensor, bool, whether its gradients are finite.
-
-        Returns:
-            Scalar tensor, bool.
-        """
 
     @abc.abstractmethod
     def check(self, was_applied: Callable[[], bool]) -> None:
@@ -208,104 +186,7 @@ class Backend(abc.ABC):
 
     # To compute, inside a function that is compiled.
 
-    @abc.abstractmethod
-    def value_and_grad(
-        self,
-        objective: Callable[..., tuple[Tensor, Nest]],
-        variables: list[Variable],
-        tensors: Sequence[Tensor] = (),
-        keeps_rows: bool = False,
-    ) -> tuple[Nest, list[Tensor | None]]:
-        """Differentiate a scalar by variables, and by tensors.
-
-        Args:
-            objective: function of `tensors`; returns the scalar and a nest.
-            variables: by which to differentiate.
-            tensors: further ones.
-            keeps_rows: whether float32 gradients of embeddings may come as
-                those rows that are not zero, for `add` and `add_to`.
-
-        Returns:
-            That nest, and the gradients, `None` where unused: first by the
-            variables, then by the tensors. They are dense, repeated rows of
-            embedding gradients added up, unless `keeps_rows`.
-        """
-
-    @abc.abstractmethod
-    def add(self, total: Tensor, gradient: Tensor) -> Tensor:
-        """Return the sum, float32, of a tensor and a gradient."""
-
-    @abc.abstractmethod
-    def add_to(self, variable: Variable, gradient: Tensor) -> None:
-        """Add a gradient to a float32 variable."""
-
-    @abc.abstractmethod
-    def sum_of_squares(self, gradient: Tensor) -> Tensor:
-        """Add up the squares of a tensor, float32."""
-
-    @abc.abstractmethod
-    def apply(
-        self,
-        optimizer: Any,
-        gradients: list[Tensor | None],
-        variables: list[Variable],
-    ) -> None:
-        """Have a Keras optimizer change variables by gradients."""
-
-    @abc.abstractmethod
-    def cond(
-        self,
-        predicate: Tensor,
-        true_fn: Callable[[], None],
-        false_fn: Callable[[], None],
-    ) -> None:
-        """Run one of two functions that change variables.
-
-        The first of them is the one that does much.
-        """
-
-    @abc.abstractmethod
-    def rarely(
-        self,
-        predicate: Tensor,
-        function: Callable[[], list[Tensor]],
-        otherwise: list[Tensor],
-    ) -> list[Tensor]:
-        """Return what a function returns, or otherwise what is there.
-
-        Where the predicate does not hold, the function takes no time.
-        """
-
-    @abc.abstractmethod
-    def scan(
-        self,
-        body: Callable[[Tensor, Nest, list[Tensor]], tuple[Nest, list[Tensor]]],
-        stacked: Nest,
-        length: int | Tensor,
-        carry: Sequence[Tensor] = (),
-        dtypes: Nest = "float32",
-    ) -> tuple[Nest, list[Tensor]]:
-        """Run `body(index, item, carry)` over the first axis, in order.
-
-        Args:
-            body: function of a scalar int32, a nest of tensors, and what is
-                carried; may change variables; returns a nest of tensors of
-                fixed shapes, and what to carry on.
-            stacked: nest of tensors `[length, ...]`.
-            length: scalar int32.
-            carry: given to the first call.
-            dtypes: nest of the dtypes of what `body` returns.
-
-        Returns:
-            Pair: nest of tensors `[length, ...]`, the results in order; and
-            what the last call carries on.
-        """
-
     # Variables, between compiled functions.
-
-    @abc.abstractmethod
-    def publish(self) -> None:
-        """Make the Keras variables current, for host code that can look."""
 
     def forget(self) -> None:
         """Forget values that a call has destroyed before it failed.
@@ -370,44 +251,6 @@ class Backend(abc.ABC):
     def spread(self, batch: Batch) -> Batch:
         """Put the rows of a batch on several devices, if that can be."""
         return batch
-
-    @abc.abstractmethod
-    def read(self, variables: list[Variable]) -> list[Tensor]:
-        """Read variables that have one value for all replicas."""
-
-    @abc.abstractmethod
-    def write(self, variable: Variable, tensor: Tensor) -> None:
-        """Assign a variable, so that all replicas know its one value."""
-
-    def holding(self, variables: list[Variable]) -> AbstractContextManager:
-        """Make a scope in which variables may be read again and again."""
-        del variables
-        return contextlib.nullcontext()
-
-    @abc.abstractmethod
-    def sum_over_replicas(
-        self,
-        function: Callable[[Tensor, Shares], Nest],
-        shares: Shares,
-        *,
-        reading: list[Variable],
-        moving: Sequence[Variable] = (),
-    ) -> Nest:
-        """Run a function on every replica, and add up what they return.
-
-        What it writes to variables is forgotten.
-
-        Args:
-            function: function of the replica's index, a scalar int32, and of
-                its shares.
-            shares: tensors, those of all replicas.
-            reading: variables it only reads; others that it reads have one
-                value for all replicas.
-            moving: variables it may write to.
-
-        Returns:
-            The nest of sums.
-        """
 
     # Inside `Model.fit`.
 

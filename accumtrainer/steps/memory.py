@@ -43,7 +43,7 @@ class MemoryPlan:
     """A table of what micro-batches of several sizes would take.
 
     Args:
-        rows: tuple of `MemoryRow`s, by size.
+        rows: by size.
 
     Example:
         >>> row = MemoryRow(

@@ -47,7 +47,9 @@ class Packed(NamedTuple):
 
 def pack(sections: dict[str, dict[str, Tensor]]) -> Packed:
     """Pack tensors by kind; runs while tracing."""
-    places, tensors = [], {"floats": [], "ints": [], "others": []}
+    places: list[Place] = []
+    tensors: dict[str, list[Tensor]]
+    tensors = {"floats": [], "ints": [], "others": []}
     for section, values in sections.items():
         for name, value in values.items():
             value = ops.convert_to_tensor(value)
@@ -64,7 +66,7 @@ def pack(sections: dict[str, dict[str, Tensor]]) -> Packed:
     )
 
 
-def _kind(value):
+def _kind(value: Tensor) -> Literal["floats", "ints", "others"]:
     if len(value.shape) != 0:
         return "others"
     dtype = str(value.dtype)
@@ -169,7 +171,7 @@ class Report:
         """
         return self.section("running") | self._clocks()
 
-    def _clocks(self):
+    def _clocks(self) -> dict[str, Any]:
         window = self.window_logs()
         return {name: window[name] for name in CLOCKS}
 
@@ -181,5 +183,5 @@ class Report:
         return self._join(np.asarray(rows)).as_dict()
 
 
-def _to_list(tensor):
+def _to_list(tensor: Tensor) -> list[Any]:
     return np.asarray(tensor).tolist()

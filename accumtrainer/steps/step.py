@@ -1,7 +1,7 @@
 """Runs windows by a plan and hands back numbers that are read late."""
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from itertools import starmap
 from typing import Any
 
@@ -11,9 +11,10 @@ from accumtrainer.data.batches import Batch, Window
 from accumtrainer.keras_api.types import Nest, Tensor
 from accumtrainer.steps.backend import Backend, Compiled
 from accumtrainer.steps.plan import Plan
-from accumtrainer.steps.report import Report, pack
+from accumtrainer.steps.report import Packed, Report, pack
 from accumtrainer.window.evaluation import EvaluationProgram
 from accumtrainer.window.gradients import Uses, join_uses
+from accumtrainer.window.passes import Ahead
 from accumtrainer.window.program import Outcome, WindowProgram
 from accumtrainer.window.replicas import join_parts, share_out
 
@@ -88,7 +89,9 @@ class Step:
         """
         program = self._program
 
-        def run(batch, index, count):
+        def run(
+            batch: Batch, index: Tensor, count: Tensor
+        ) -> tuple[Packed, Uses]:
             _, used = program.run_micro_batch(batch, index, count, None, True)
             running = program.running_logs_with(index + 1)
             return self._pack({"running": running}), used
@@ -121,11 +124,11 @@ class Step:
         rows = [function(*call)[0] for call in calls]
         is_even = window.is_even
 
-        def take(count):
+        def take(count: Tensor) -> tuple[Tensor, list[Tensor]]:
             return self._program.take_gradients(count, is_even)
 
-        take = self.function(("take", is_even), take)
-        return (*take(self._constant(window.micro_batches)), rows)
+        compiled = self.function(("take", is_even), take)
+        return (*compiled(self._constant(window.micro_batches)), rows)
 
     def peak_bytes(self, window: Window) -> int:
         """Predict the most memory of a device that a window takes.
@@ -150,12 +153,12 @@ class Step:
 
     # The compiled functions of a plan.
 
-    def _is_fused(self, window):
+    def _is_fused(self, window: Window) -> bool:
         # Nothing loops over a single micro-batch.
         is_whole = self._plan.name == "fused" or window.micro_batches == 1
         return window.is_even and is_whole
 
-    def _whole(self, window):
+    def _whole(self, window: Window) -> tuple[Compiled, Nest, dict[str, Any]]:
         """Prepare to run a window in one call.
 
         Returns:
@@ -163,7 +166,8 @@ class Step:
         """
         program, replicas = self._program, self._backend.replicas
         run_whole: Callable[[Any], Outcome] = program.run_window
-        argument, join = window.stacked, {}
+        argument: Nest = window.stacked
+        join: dict[str, Any] = {}
         if replicas > 1:
             shares, indices = share_out(window, replicas)
             is_own = window.processes > 1
@@ -174,7 +178,7 @@ class Step:
                 join_parts, indices=indices, losses=losses
             )
 
-        def run(argument):
+        def run(argument: Nest) -> tuple[Packed, Tensor]:
             outcome = run_whole(argument)
             rows = outcome.pop("per_micro_batch")
             return self._pack(outcome), rows
@@ -182,7 +186,9 @@ class Step:
         key = "window", program.passes.measures_gradients
         return self.function(key, run), argument, join
 
-    def _stream(self, window, batches):
+    def _stream(
+        self, window: Window, batches: Sequence[Batch]
+    ) -> tuple[Compiled, list[tuple], list[Uses]]:
         """Prepare to run micro-batches of a window, one by one.
 
         What must be known of all of them before the first is found out.
@@ -212,7 +218,13 @@ class Step:
             ahead, marks = differentiate(list(starmap(embed, places)), count)
             used.append(marks)
 
-        def run(batch, index, count, totals, ahead):
+        def run(
+            batch: Batch,
+            index: Tensor,
+            count: Tensor,
+            totals: Tensor,
+            ahead: Ahead,
+        ) -> tuple[Tensor, Uses]:
             return program.run_micro_batch(
                 batch, index, count, totals, is_even, ahead
             )
@@ -226,19 +238,21 @@ class Step:
         self._expect(function, calls, is_even)
         return function, calls, used
 
-    def _expect(self, function, calls, is_even):
+    def _expect(
+        self, function: Compiled, calls: Sequence[tuple], is_even: bool
+    ) -> None:
         if not is_even:
             self._backend.expect(function, calls)
 
-    def _apply(self, is_even, used):
+    def _apply(self, is_even: bool, used: Uses) -> Compiled:
         """Prepare to apply what micro-batches have added up."""
 
-        def run(count):
+        def run(count: Tensor) -> Packed:
             return self._pack(self._program.apply(count, is_even, used))
 
         return self.function(("apply", is_even, used), run)
 
-    def _pack(self, outcome):
+    def _pack(self, outcome: Outcome) -> Packed:
         self._show(outcome)
         return pack(outcome)
 
@@ -282,7 +296,7 @@ class EvaluationStep:
         self._backend = backend
         self._reading: dict[Hashable, Compiled] = {}
 
-        def compiled(function):
+        def compiled(function: Callable[..., Any]) -> Compiled:
             return backend.compile(function, program, jit_compile=jit_compile)
 
         self._predict_batch = compiled(program.predict_batch)

@@ -5,8 +5,11 @@ bounds the gradient of every unit by a fraction of the unit's own weights.
 """
 
 import math
+from collections.abc import Callable
 
 from accumtrainer.keras_api import ops
+from accumtrainer.keras_api.types import Optimizer, Tensor
+from accumtrainer.window.backend import WindowBackend
 
 OPTIMIZER_CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
 """Attributes of a Keras optimizer, of which at most one is set."""
@@ -54,9 +57,9 @@ def adaptive_clip(
     Args:
         gradients: list of tensors, one per variable.
         variables: list of Keras variables or tensors.
-        clipping: float, above 0, the fraction.
-        eps: float, above 0, least norm of weights to assume, so that units
-            that begin at zero can move.
+        clipping: above 0, the fraction.
+        eps: above 0, least norm of weights to assume, so that units that begin
+            at zero can move.
 
     Returns:
         List of tensors, float32, of the same shapes. Gradients that are not
@@ -89,33 +92,38 @@ def adaptive_clip(
     ]
 
 
-def _clip_units(gradient, weights, clipping, eps):
+def _clip_units(
+    gradient: Tensor, weights: Tensor, clipping: float, eps: float
+) -> Tensor:
     most = clipping * ops.maximum(_unit_norms(weights), eps)
     # Where the norm is not above the bound, this divides the bound by itself.
     return gradient * (most / ops.maximum(_unit_norms(gradient), most))
 
 
-def _unit_norms(tensor):
+def _unit_norms(tensor: Tensor) -> Tensor:
     """Compute the norm of each unit, in a shape that broadcasts."""
     is_one_unit = sum(size > 1 for size in tensor.shape) <= 1
     axes = None if is_one_unit else tuple(range(len(tensor.shape) - 1))
     return ops.sqrt(ops.sum(ops.square(tensor), axis=axes, keepdims=True))
 
 
-def sum_of_squares(gradient):
+def sum_of_squares(gradient: Tensor) -> Tensor:
     """Add up the squares of a tensor."""
     return ops.sum(ops.square(gradient))
 
 
-def global_norm(gradients, sum_of_squares=sum_of_squares):
+def global_norm(
+    gradients: list[Tensor],
+    sum_of_squares: Callable[[Tensor], Tensor] = sum_of_squares,
+) -> Tensor:
     """Compute the norm of all gradients together.
 
     Args:
-        gradients: list of tensors, float32.
+        gradients: float32.
         sum_of_squares: function of one of them, a scalar tensor, float32.
 
     Returns:
-        Scalar tensor, float32.
+        Scalar, float32.
     """
     if not gradients:
         return ops.zeros((), "float32")
@@ -127,15 +135,16 @@ def global_norm(gradients, sum_of_squares=sum_of_squares):
     return ops.sqrt(sum(squares[1:], start=squares[0]))
 
 
-def finite_norm(gradients, backend):
+def finite_norm(
+    gradients: list[Tensor], backend: WindowBackend
+) -> tuple[Tensor, Tensor]:
     """Compute a global norm, and find out whether all gradients are finite.
 
     The squares of finite gradients may be infinite: from 1.8e19 on. Only where
     the norm is not finite the gradients are looked at again.
 
     Args:
-        gradients: list of tensors, float32.
-        backend: the functions a backend must provide.
+        gradients: float32.
 
     Returns:
         Pair of scalar tensors: the norm, float32, and a bool.
@@ -145,7 +154,7 @@ def finite_norm(gradients, backend):
     if not gradients:
         return norm, ops.isfinite(norm)
 
-    def look_again():
+    def look_again() -> list[Tensor]:
         finite = [ops.all(ops.isfinite(gradient)) for gradient in gradients]
         is_finite = ops.all(ops.stack(finite))
         sizes = [ops.max(ops.abs(gradient)) for gradient in gradients]
@@ -155,23 +164,23 @@ def finite_norm(gradients, backend):
         return [ops.where(is_finite, again, norm), is_finite]
 
     is_finite = ops.isfinite(norm)
-    return backend.rarely(
+    norm, is_finite = backend.rarely(
         ops.logical_not(is_finite), look_again, [norm, is_finite]
     )
+    return norm, is_finite
 
 
-def factor_to_clip(norm, optimizer):
+def factor_to_clip(norm: Tensor, optimizer: Optimizer) -> Tensor | None:
     """Say by what gradients are made small enough to be clipped by Keras.
 
     Keras squares them to clip them globally, and would make them NaN where that
     is infinite.
 
     Args:
-        norm: scalar tensor, float32, their global norm.
-        optimizer: Keras optimizer.
+        norm: scalar, float32, their global norm.
 
     Returns:
-        Scalar tensor, float32, or `None` where it does not clip globally.
+        Scalar, float32, or `None` where it does not clip globally.
     """
     limit = getattr(optimizer, "global_clipnorm", None)
     if not limit:
@@ -179,25 +188,24 @@ def factor_to_clip(norm, optimizer):
     return ops.where(norm > MOST_TO_SQUARE, limit / norm, 1.0)
 
 
-def _has_few(gradient):
+def _has_few(gradient: Tensor) -> bool:
     # Of rows of an embedding TensorFlow may not know how many there are.
     return None not in gradient.shape and math.prod(gradient.shape) <= FEW
 
 
-def clips(optimizer):
+def clips(optimizer: Optimizer) -> bool:
     """Say whether a Keras optimizer clips."""
     return any(getattr(optimizer, limit, None) for limit in OPTIMIZER_CLIPPING)
 
 
-def clipped_norm(gradients, optimizer):
+def clipped_norm(gradients: list[Tensor], optimizer: Optimizer) -> Tensor:
     """Compute the global norm that is left after the optimizer's clipping.
 
     Args:
-        gradients: list of tensors, float32.
-        optimizer: Keras optimizer.
+        gradients: float32.
 
     Returns:
-        Scalar tensor, float32.
+        Scalar, float32.
     """
     clipnorm, global_clipnorm, clipvalue = (
         getattr(optimizer, limit, None) for limit in OPTIMIZER_CLIPPING

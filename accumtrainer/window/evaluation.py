@@ -7,6 +7,7 @@ import numpy as np
 
 from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import ops
+from accumtrainer.keras_api.types import Metric, Tensor
 from accumtrainer.window.hooks import Info, collect_logs, context_of
 from accumtrainer.window.losses import WeightedLoss
 from accumtrainer.window.numbers import Sums
@@ -55,7 +56,9 @@ class EvaluationProgram:
         self._tally, self.losses, self._idle_metrics = self._known[self.kind]
         self._objective.expected = self.losses
 
-    def _look_at(self, batch):
+    def _look_at(
+        self, batch: Batch
+    ) -> tuple[Tally, list[WeightedLoss], list[Metric]]:
         book, known = context_of(self._hooks).log_book, self._parts.variables
         with book.surveying() as reductions, Scratch(known) as scope:
             self._parts.backend.trace(self._survey, batch)
@@ -75,7 +78,7 @@ class EvaluationProgram:
         with Scratch([]):
             self._parts.backend.trace(self._hooks.predict_step, batch)
 
-    def _survey(self, batch):
+    def _survey(self, batch: Batch) -> Tensor:
         with collect_logs(self._hooks):
             measured = self._objective.measure(batch, self._info())
         self.losses = measured.losses
@@ -142,7 +145,7 @@ class EvaluationProgram:
         )
         return found | self._tally.values()
 
-    def _info(self):
+    def _info(self) -> Info:
         return Info(
             update=self._state.updates.value,
             epoch=self._state.epoch.value,

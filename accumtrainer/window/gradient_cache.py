@@ -86,7 +86,7 @@ class GradientCache:
         """
         scale = self._state.loss_scale.value
 
-        def objective(*leaves):
+        def objective(*leaves: Tensor) -> tuple[Tensor, Nest]:
             nest = tree.pack_sequence_as(embeddings, list(leaves))
             with collect_logs(self._hooks) as logs:
                 loss = self._hooks.window_loss(nest, batch, info)

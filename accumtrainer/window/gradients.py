@@ -76,7 +76,7 @@ class Gradients:
             )
         ]
 
-    def _plus(self, position, total, gradient):
+    def _plus(self, position: int, total: Tensor, gradient: Tensor) -> Tensor:
         if position in self.overwritten:
             return ops.maximum(total, ops.cast(gradient, "float32"))
         return self._backend.add(total, gradient)

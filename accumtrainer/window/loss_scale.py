@@ -44,10 +44,9 @@ def next_scale(
     """Move the loss scale after one window.
 
     Args:
-        scale: scalar tensor, float32, unitless.
-        good_windows: scalar tensor, int32, finite windows since the scale
-            last moved.
-        is_finite: scalar tensor, bool, whether this window's gradient was.
+        scale: scalar, float32, unitless.
+        good_windows: scalar, int32, finite windows since the scale last moved.
+        is_finite: scalar, bool, whether this window's gradient was.
 
     Returns:
         Pair of scalar tensors: the new scale and the new `good_windows`.

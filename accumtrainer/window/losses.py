@@ -266,7 +266,7 @@ def count_samples(nest: Nest) -> Tensor:
         nest: nest of tensors or arrays that share their first axis.
 
     Returns:
-        Scalar tensor, float32.
+        Scalar, float32.
     """
     leaf = next(v for v in tree.flatten(nest) if v is not None)
     return ops.cast(ops.shape(leaf)[0], "float32")

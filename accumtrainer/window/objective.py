@@ -1,20 +1,23 @@
 """What a micro-batch is trained or judged on: its losses and its metrics."""
 
 import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from accumtrainer import errors
+from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import (
     keras,
     noting_activity,
     ops,
     read_metrics,
 )
-from accumtrainer.keras_api.types import Tensor
-from accumtrainer.window.hooks import context_of
+from accumtrainer.keras_api.types import Metric, Model, Nest, Tensor, Variable
+from accumtrainer.window.hooks import Hooks, Info, context_of
 from accumtrainer.window.losses import WeightedLoss, added_losses, count_samples
 from accumtrainer.window.numbers import Sums
+from accumtrainer.window.state import Scratch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +25,7 @@ class Measured:
     """The losses of one micro-batch.
 
     Args:
-        losses: list of `WeightedLoss`; those that are logged have a name.
+        losses: those that are logged have a name.
         regularization: scalar tensor, float32, counted once per window.
         samples: scalar tensor, float32.
     """
@@ -32,18 +35,18 @@ class Measured:
     samples: Any
 
     @property
-    def weight(self):
+    def weight(self) -> Tensor:
         """How much the micro-batch counts, a scalar tensor, float32."""
         losses = self.losses
         if len(losses) == 1 and not losses[0].is_sum:
             return ops.cast(losses[0].denominator, "float32")
         return self.samples
 
-    def means(self):
+    def means(self) -> Tensor:
         """Stack the losses' values, tensor `(n,)`, float32."""
         return _stack([loss.mean for loss in self.losses])
 
-    def denominators(self):
+    def denominators(self) -> Tensor:
         """Stack the denominators, tensor `(n,)`, float32, 1 for sums."""
         return _stack([1.0 if v.is_sum else v.denominator for v in self.losses])
 
@@ -51,16 +54,13 @@ class Measured:
 class Objective:
     """Measures micro-batches by the hooks of a Trainer and its model.
 
-    Args:
-        hooks: `Hooks`.
-
     Attributes:
         expected: list of `WeightedLoss`, of which only kind and name count:
             the losses there must be; `None` where they are being found out.
     """
 
-    def __init__(self, hooks):
-        self.expected = None
+    def __init__(self, hooks: Hooks):
+        self.expected: list[WeightedLoss] | None = None
         self._hooks = hooks
         model = hooks.model
         context, overrides = context_of(hooks), hooks.overrides("compute_loss")
@@ -71,16 +71,17 @@ class Objective:
         self._has_metrics = hooks.has_metrics
         self._model = model
 
-    def measure(self, batch, info, compute_loss=None):
+    def measure(
+        self,
+        batch: Batch,
+        info: Info,
+        compute_loss: Callable[[Batch, Info], Any] | None = None,
+    ) -> Measured:
         """Compute the losses of a micro-batch and update the metrics.
 
         Args:
             batch: `Batch` of tensors.
-            info: `Info`.
             compute_loss: function of both, default that of the hooks.
-
-        Returns:
-            `Measured`.
         """
         compute_loss = compute_loss or self._hooks.compute_loss
         with noting_activity(self._model) as of_activity:
@@ -103,15 +104,12 @@ class Objective:
             losses=losses, regularization=regularization, samples=samples
         )
 
-    def expects_as_many(self, losses):
+    def expects_as_many(self, losses: list[WeightedLoss]) -> bool:
         """Whether losses are as many as were expected."""
         return self.expected is None or len(self.expected) == len(losses)
 
-    def check(self, losses):
+    def check(self, losses: list[WeightedLoss]) -> None:
         """Refuse losses other than what windows were made to add up.
-
-        Args:
-            losses: list of `WeightedLoss`.
 
         Raises:
             ValueError: they are not the expected ones.
@@ -126,7 +124,9 @@ class Objective:
                 )
             )
 
-    def _weigh_added(self, added, batch, samples):
+    def _weigh_added(
+        self, added: list[tuple[str, Any]], batch: Batch, samples: Tensor
+    ) -> list[WeightedLoss]:
         losses = []
         for kind, value in added:
             if kind == "sum":
@@ -139,22 +139,28 @@ class Objective:
         return losses
 
 
-def _check_added(added, regularization):
+def _check_added(
+    added: list[tuple[str, Any]], regularization: Tensor | None
+) -> None:
     """Refuse a model that nothing adds a loss to."""
     if not added and regularization is None:
         raise ValueError(errors.NO_LOSS)
 
 
-def total_loss(means, losses, regularization):
+def total_loss(
+    means: Tensor | list[Tensor],
+    losses: list[WeightedLoss],
+    regularization: Tensor,
+) -> Tensor:
     """Add the losses up by their coefficients, with the regularization.
 
     Args:
-        means: tensor `(n,)`, float32, or list of n scalars.
-        losses: list of `WeightedLoss`, for their coefficients.
-        regularization: scalar tensor, float32.
+        means: `(n,)`, float32, or list of n scalars.
+        losses: for their coefficients.
+        regularization: scalar, float32.
 
     Returns:
-        Scalar tensor, float32.
+        Scalar, float32.
     """
     if not isinstance(means, list):
         means = ops.unstack(means, len(losses))
@@ -164,11 +170,8 @@ def total_loss(means, losses, regularization):
     return total
 
 
-def coefficient_of(loss):
+def coefficient_of(loss: WeightedLoss) -> Tensor:
     """Read by how much a loss counts in the total.
-
-    Args:
-        loss: `WeightedLoss`.
 
     Returns:
         Number, or a scalar tensor, float32, where a variable says it.
@@ -179,12 +182,14 @@ def coefficient_of(loss):
     return ops.cast(ops.convert_to_tensor(coefficient), "float32")
 
 
-def named_losses(losses, means):
+def named_losses(
+    losses: list[WeightedLoss], means: Tensor
+) -> dict[str, Tensor]:
     """Pick the losses that are logged by name out of all of them.
 
     Args:
         losses: list of n `WeightedLoss`.
-        means: tensor `(n,)`, float32.
+        means: `(n,)`, float32.
 
     Returns:
         Dict from name to scalar tensor.
@@ -257,7 +262,7 @@ def _mean_or_nan(total: Tensor, count: Tensor) -> Tensor:
     return ops.where(ops.equal(count, 0), float("nan"), mean)
 
 
-def _kinds(losses):
+def _kinds(losses: list[WeightedLoss]) -> list[str]:
     """Describe losses by what a window adds up of them, list of strings."""
     return [
         f"{'sum' if loss.is_sum else 'mean'} {loss.name or 'loss'!r}"
@@ -265,7 +270,7 @@ def _kinds(losses):
     ]
 
 
-def _as_losses(result):
+def _as_losses(result: Any) -> list[WeightedLoss]:
     if isinstance(result, WeightedLoss):
         result = {"loss": result}
     is_dict = isinstance(result, dict) and bool(result)
@@ -288,31 +293,27 @@ def _as_losses(result):
     ]
 
 
-def names_of(losses):
+def names_of(losses: list[WeightedLoss]) -> list[str]:
     """Name the losses that are logged by name, list of str."""
     return [loss.name for loss in losses if loss.name is not None]
 
 
-def _outputs(losses):
+def _outputs(losses: list[WeightedLoss]) -> Nest:
     found = (loss.outputs for loss in losses)
     return next((v for v in found if v is not None), None)
 
 
-def _stack(scalars):
+def _stack(scalars: list[Tensor]) -> Tensor:
     return ops.stack([ops.cast(value, "float32") for value in scalars])
 
 
-def idle_metrics(model, scope):
+def idle_metrics(model: Model, scope: Scratch) -> list[Metric]:
     """List the metrics of a model that nobody has updated in a scope.
 
     Keras's own of losses are among them: here, losses are added up exactly.
 
     Args:
-        model: `keras.Model`.
         scope: `Scratch`, in which its metrics would have been updated.
-
-    Returns:
-        List of metrics.
     """
     return [
         metric
@@ -321,7 +322,13 @@ def idle_metrics(model, scope):
     ]
 
 
-def results(model, losses, total, means, idle):
+def results(
+    model: Model,
+    losses: list[WeightedLoss],
+    total: Tensor,
+    means: Tensor,
+    idle: list[Metric],
+) -> dict[str, Tensor]:
     """Read losses and metrics as they are logged: by name, as in Keras.
 
     A metric that nobody updates stands back where a loss has its name, as
@@ -329,10 +336,9 @@ def results(model, losses, total, means, idle):
     name: it then has `_loss` after it.
 
     Args:
-        model: `keras.Model`.
         losses: list of n `WeightedLoss`.
-        total: scalar tensor, float32, the loss.
-        means: tensor `(n,)`, float32, the values of the losses.
+        total: scalar, float32, the loss.
+        means: `(n,)`, float32, the values of the losses.
         idle: list of metrics, see `idle_metrics`.
 
     Returns:
@@ -349,23 +355,23 @@ def results(model, losses, total, means, idle):
     return _in_order(found)
 
 
-def _in_order(found):
+def _in_order(found: dict[str, Any]) -> dict[str, Tensor]:
     """Put dicts of results in the order and shape in which Keras logs them."""
-    ordered = {}
+    ordered: dict[str, Tensor] = {}
     for name, value in sorted(found.items()):
         is_nested = isinstance(value, dict)
         ordered |= _in_order(value) if is_nested else {name: _as_logged(value)}
     return ordered
 
 
-def _as_logged(value):
+def _as_logged(value: Tensor) -> Tensor:
     """Make a scalar of what has a single element, as `float` does."""
     value = ops.convert_to_tensor(value)
     has_one = len(value.shape) and all(size == 1 for size in value.shape)
     return ops.reshape(value, ()) if has_one else value
 
 
-def metric_variables(model):
+def metric_variables(model: Model) -> list[Variable]:
     """List the variables behind the model's metrics."""
     variables = []
     for metric in model.metrics:
@@ -373,12 +379,12 @@ def metric_variables(model):
     return unique(variables)
 
 
-def unique(variables):
+def unique(variables: Iterable[Variable]) -> list[Variable]:
     """List variables in their order, each once."""
     return list({id(v): v for v in variables}.values())
 
 
-def is_random_state(variable):
+def is_random_state(variable: Variable) -> bool:
     """Tell whether a variable is the state of a `SeedGenerator`.
 
     Keras gives all of them one name, and a dtype that the backend chooses.
@@ -388,5 +394,5 @@ def is_random_state(variable):
 
 
 @functools.cache
-def _some_random_state():
+def _some_random_state() -> Variable:
     return keras.random.SeedGenerator(0).state

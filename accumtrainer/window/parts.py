@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from accumtrainer.config import LossScale
+from accumtrainer.window.backend import WindowBackend
 from accumtrainer.window.hooks import Hooks
 from accumtrainer.window.objective import metric_variables
 from accumtrainer.window.state import TrainingState
@@ -17,7 +18,7 @@ class WindowParts:
     Args:
         hooks: usually the Trainer.
         state: its counters, loss scale and random state.
-        backend: a `steps.Backend`, which stands above this wing.
+        backend: computes them.
         tracked: variables that hooks may move, undone by a skipped window.
         loss_scale: `None` to leave the loss as it is.
         combine: as in `Accumulation`.
@@ -26,7 +27,7 @@ class WindowParts:
 
     hooks: Hooks
     state: TrainingState
-    backend: Any
+    backend: WindowBackend
     tracked: Sequence[Any] = ()
     loss_scale: LossScale | None = None
     combine: Literal["exact", "mean", "sum"] = "exact"

@@ -9,6 +9,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -21,12 +22,14 @@ from accumtrainer.window.gradient_cache import GradientCache
 from accumtrainer.window.gradients import Gradients, Uses, uses
 from accumtrainer.window.hooks import HOOK_NAMES, Info, collect_logs
 from accumtrainer.window.loss_scale import computes_in_float16
+from accumtrainer.window.losses import WeightedLoss
 from accumtrainer.window.numbers import OfMicroBatch, OfPart, Sums
-from accumtrainer.window.objective import Objective, total_loss
+from accumtrainer.window.objective import Measured, Objective, total_loss
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.state import Scratch, Tally
 from accumtrainer.window.weighing import (
     Share,
+    Weighing,
     gradient_weight,
     loss_factors,
     loss_weight,
@@ -43,6 +46,8 @@ class Passes:
     Attributes:
         objective: measures losses.
         gradients: what is done with lists of gradients.
+        looks_ahead: whether windows of several micro-batches are embedded
+            first.
         measures_gradients: whether to report the norm of each micro-batch's
             gradient too. What has been compiled does not notice a change.
     """
@@ -53,7 +58,8 @@ class Passes:
         self._hooks = hooks
         self._state = parts.state
         self._backend = parts.backend
-        self._cache = GradientCache(parts) if hooks.has_window_loss else None
+        self.looks_ahead = hooks.has_window_loss
+        self._cache = GradientCache(parts)
         self._may_draw = any(map(hooks.overrides, HOOK_NAMES))
         self._may_weigh_losses = not (
             parts.loss_scale is not None
@@ -95,7 +101,9 @@ class Passes:
                 stack.enter_context(layer.micro_batch(ops.equal(index, 0)))
             yield
 
-    def _prepare(self, batch, index, share, info):
+    def _prepare(
+        self, batch: Batch, index: Tensor, share: Share, info: Info
+    ) -> Batch:
         if self._may_draw:
             self._state.seat_rng(share.seat(index))
         return self._hooks.on_micro_batch(batch, info)
@@ -136,10 +144,10 @@ class Passes:
         if ahead is not None:
             cotangents, loss = ahead
 
-            def compute_loss(batch, info):
+            def compute_loss(batch: Batch, info: Info) -> WeightedLoss:
                 return self._cache.replay(batch, info, cotangents, loss)
 
-        def objective():
+        def objective() -> tuple[Tensor, Nest]:
             with collect_logs(self._hooks) as logs:
                 measured = self.objective.measure(batch, info, compute_loss)
             self.objective.check(measured.losses)
@@ -187,7 +195,9 @@ class Passes:
         is_part = share.split is not None
         return self._numbers(summary, norm, is_part=is_part), gradients
 
-    def _numbers(self, summary, norm, *, is_part):
+    def _numbers(
+        self, summary: dict[str, Any], norm: Tensor | None, *, is_part: bool
+    ) -> Tensor:
         """Pack what is told of a micro-batch; see `run`."""
         measures = self.measures_gradients
         factor = summary["gradient_weight"] if measures else None
@@ -201,7 +211,7 @@ class Passes:
             summary["regularization"],
             summary["weight"],
             1.0,
-            norm * norm if measures else None,
+            None if norm is None else norm * norm,
             factor,
         ).pack()
 
@@ -224,7 +234,7 @@ class Passes:
         """
         return bool(self.gradients.overwritten)
 
-    def _weight_of_losses(self, weight, share):
+    def _weight_of_losses(self, weight: Tensor, share: Share) -> Tensor | None:
         """Say by what losses are multiplied, `None` if their gradients are."""
         if not (self.weighs_losses or share.weighing.divides_losses):
             return None
@@ -235,7 +245,13 @@ class Passes:
             totals=share.totals,
         )
 
-    def _weigh(self, gradients, weight, share, info):
+    def _weigh(
+        self,
+        gradients: list[Tensor | None],
+        weight: Tensor,
+        share: Share,
+        info: Info,
+    ) -> tuple[list[Tensor | None], Tensor | None]:
         """Weigh a micro-batch's gradients; measure their norm if asked to."""
         if self.weighs_losses:
             return gradients, None
@@ -276,14 +292,9 @@ class Passes:
 
     # Looking ahead, for a loss that couples the examples of a window.
 
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether windows of several micro-batches are embedded first."""
-        return self._cache is not None
-
     def dtypes_of_embeddings(self, batch: Batch) -> Nest:
         """Find out as what a micro-batch is embedded, while it is traced."""
-        if self._cache is None:
+        if not self.looks_ahead:
             return None
         with self.layers_in_window(0):
             return self._cache.dtypes(batch, self.info(0, Share.whole(1)))
@@ -354,9 +365,11 @@ class Passes:
             to them.
         """
         cotangents, loss = ahead or (None, None)
-        used = None
+        used: Uses = ()
 
-        def body(index, item, sums):
+        def body(
+            index: Tensor, item: Nest, sums: list[Tensor]
+        ) -> tuple[Nest, list[Tensor]]:
             nonlocal used
             batch, cotangents = item
             row, gradients = self.run(
@@ -379,7 +392,9 @@ class Passes:
     ) -> Tensor:
         """Add up the denominators of micro-batches; see `measure_weights`."""
 
-        def body(index, batch, carry):
+        def body(
+            index: Tensor, batch: Batch, carry: list[Tensor]
+        ) -> tuple[Nest, list[Tensor]]:
             return self.measure_weights(batch, index + begun, share), carry
 
         measured, _ = self._backend.scan(body, stacked, length(stacked))
@@ -396,7 +411,9 @@ class Passes:
             dtypes: what `dtypes_of_embeddings` has found.
         """
 
-        def body(index, batch, carry):
+        def body(
+            index: Tensor, batch: Batch, carry: list[Tensor]
+        ) -> tuple[Nest, list[Tensor]]:
             return self.embed(batch, index, share), carry
 
         parts, _ = self._backend.scan(
@@ -410,7 +427,9 @@ def length(stacked: Batch) -> Tensor | int:
     return ops.shape(tree.flatten(stacked)[0])[0]
 
 
-def _summary(measured, weighing, logs):
+def _summary(
+    measured: Measured, weighing: Weighing, logs: dict[str, tuple]
+) -> dict[str, Any]:
     """Gather what must leave the differentiated function, as tensors."""
     means, weights = measured.means(), measured.denominators()
     is_sum = np.array([loss.is_sum for loss in measured.losses])

@@ -27,7 +27,7 @@ as a function of the variables' values (JAX); what must differ is asked of the
 backend: to differentiate, to loop, to branch, to compile.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from accumtrainer.data.batches import Batch
@@ -43,11 +43,16 @@ from accumtrainer.window.gradients import Uses, join_uses, uses
 from accumtrainer.window.hooks import context_of
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.passes import Ahead, Passes, length
-from accumtrainer.window.replicas import SharedWindow, Shares, share_of
+from accumtrainer.window.replicas import SharedWindow, share_of
 from accumtrainer.window.survey import Survey, kind_of, take_survey
 from accumtrainer.window.update import Update
 from accumtrainer.window.variables import WindowVariables
-from accumtrainer.window.weighing import Share, Weighing, choose_weighing
+from accumtrainer.window.weighing import (
+    Share,
+    Shares,
+    Weighing,
+    choose_weighing,
+)
 
 Outcome = dict[str, Any]
 """What `Update.apply` returns; of a whole window, packed numbers under
@@ -93,7 +98,7 @@ class WindowProgram:
         self.variables.follow(self._surveys[kind])
         self.passes.objective.expected = self.survey.losses
 
-    def _begin(self, survey):
+    def _begin(self, survey: Survey) -> None:
         """Get ready for micro-batches like one that was surveyed."""
         if self._surveys:
             self.variables.expect(survey)
@@ -265,7 +270,7 @@ class WindowProgram:
 
     def differentiate(
         self, parts: list[Nest], micro_batches: Tensor
-    ) -> tuple[list[Ahead], Uses]:
+    ) -> tuple[Sequence[Ahead], Uses]:
         """Differentiate the loss of a window by its embeddings.
 
         Forgets what `embed` has changed, so that embedding again repeats it.
@@ -286,7 +291,9 @@ class WindowProgram:
         ahead = [(c, loss) for c in split(cotangents, embeddings)]
         return ahead, uses(gradients)
 
-    def _differentiate(self, joined, micro_batches):
+    def _differentiate(
+        self, joined: tuple[Nest, Batch], micro_batches: Tensor
+    ) -> tuple[Nest, Tensor, list[Tensor | None]]:
         self.variables.put_back()
         return self.passes.differentiate(
             joined, micro_batches, self.variables.window

@@ -15,8 +15,7 @@ replicas are run by every one of them and counted by the first alone.
 """
 
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -28,7 +27,8 @@ from accumtrainer.data.batches import (
     map_leaves,
 )
 from accumtrainer.keras_api import ops
-from accumtrainer.keras_api.types import Tensor
+from accumtrainer.keras_api.types import Nest, Tensor, Variable
+from accumtrainer.window.backend import WindowBackend
 from accumtrainer.window.gradients import Uses, join_uses
 from accumtrainer.window.hooks import context_of
 from accumtrainer.window.losses import WeightedLoss
@@ -42,24 +42,10 @@ from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.passes import Passes, length
 from accumtrainer.window.state import EXTREMES
 from accumtrainer.window.variables import WindowVariables
-from accumtrainer.window.weighing import Share
+from accumtrainer.window.weighing import Share, Shares
 
 STREAM_DISTANCE = 0x3C6EF35F
 """By how much the seeds of neighbouring replicas differ."""
-
-
-class Shares(NamedTuple):
-    """The micro-batches of a window, as replicas run them.
-
-    Args:
-        split: tuple of `Batch`es of arrays `[k, replicas * m, ...]`; of each
-            micro-batch every replica runs m rows.
-        copied: tuple of `Batch`es of arrays `[k, m, ...]`, which every
-            replica runs whole, and which count once.
-    """
-
-    split: tuple[Batch, ...]
-    copied: tuple[Batch, ...]
 
 
 def share_out(window: Window, replicas: int) -> tuple[Shares, list[int]]:
@@ -86,7 +72,7 @@ def share_out(window: Window, replicas: int) -> tuple[Shares, list[int]]:
         >>> indices
         [0, 1, 2, 2]
     """
-    if window.is_even and window.sizes[0] % replicas == 0:
+    if window.stacked is not None and window.sizes[0] % replicas == 0:
         return Shares((window.stacked,), ()), list(range(window.micro_batches))
     own = replicas // window.processes
     shares = [size // replicas for size in window.sizes]
@@ -148,11 +134,11 @@ def join_parts(
     return OfMicroBatch(*(column.astype("float32") for column in columns))
 
 
-def _rows(batch, start, stop):
+def _rows(batch: Batch, start: int, stop: int) -> Batch:
     return map_leaves(lambda leaf: leaf[start:stop], batch)
 
 
-def _stack_alike(pairs):
+def _stack_alike(pairs: list[tuple[Batch, int]]) -> tuple[Batch, ...]:
     """Stack the batches that come one after another in the same shapes."""
     groups = itertools.groupby(
         [batch for batch, _ in pairs],
@@ -181,7 +167,7 @@ class SharedWindow:
         self._variables = variables
 
     @property
-    def _merger(self):
+    def _merger(self) -> "Merger":
         return Merger(self._merging_rules(), self._backend)
 
     def totals(self, shares: Shares, share: Share) -> Tensor:
@@ -210,9 +196,11 @@ class SharedWindow:
         merger = self._merger
         overwritten = self._passes.gradients.overwritten
 
-        used = None
+        used: Uses = ()
 
-        def run(replica, shares):
+        def run(
+            replica: Tensor, shares: Shares
+        ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
             nonlocal used
             before = merger.begin(replica)
             sums, rows, used = self._run_one(
@@ -234,7 +222,9 @@ class SharedWindow:
                 layer.merge([known[id(weight)] for weight in weights])
         return sums, rows, used
 
-    def _sum_over_replicas(self, function, shares):
+    def _sum_over_replicas(
+        self, function: Callable[[Tensor, Shares], Nest], shares: Shares
+    ) -> Nest:
         moving = [*self._merger.variables, *self._variables.start]
         ids = {id(variable) for variable in moving}
         reading = self._variables.read_by_passes
@@ -245,7 +235,9 @@ class SharedWindow:
             moving=moving,
         )
 
-    def _run_one(self, shares, share):
+    def _run_one(
+        self, shares: Shares, share: Share
+    ) -> tuple[list[Tensor], Tensor, Uses]:
         """Run one replica's micro-batches.
 
         Returns:
@@ -257,7 +249,9 @@ class SharedWindow:
         sums, rows, begun = self._passes.gradients.no_sums(), [], 0
         used = []
 
-        def run(stacked, begun, sums):
+        def run(
+            stacked: Batch, begun: Tensor | int, sums: list[Tensor]
+        ) -> tuple[Tensor, list[Tensor], Uses]:
             return self._passes.scan(stacked, share, tally, sums, begun)
 
         for stacked in shares.split:
@@ -279,7 +273,7 @@ class SharedWindow:
             ]
         return list(sums), ops.concatenate(rows, axis=0), join_uses(used)
 
-    def _totals_of_one(self, shares, share):
+    def _totals_of_one(self, shares: Shares, share: Share) -> Tensor:
         begun, totals = 0, 0.0
         is_first = ops.equal(share.replica, 0)
         for is_copied, batches in enumerate(shares):
@@ -291,7 +285,7 @@ class SharedWindow:
                 begun += length(stacked)
         return totals
 
-    def _merging_rules(self):
+    def _merging_rules(self) -> list[tuple[Variable, str]]:
         """Say how what replicas do to variables is put together."""
         hooks, variables = self._parts.hooks, self._variables
         tracked = set(map(id, context_of(hooks).tracked_metrics))
@@ -330,10 +324,11 @@ class Merger:
         rules: list of pairs of a variable and how: `"sum"`, its changes add
             up; `"mean"`, they are averaged; `"max"` or `"min"`; `"first"`,
             the first replica's counts; or `"rows"`, somebody else knows.
-        backend: the backend's functions.
     """
 
-    def __init__(self, rules, backend):
+    def __init__(
+        self, rules: list[tuple[Variable, str]], backend: WindowBackend
+    ):
         # The first rule for a variable holds.
         self._rules = list(
             {id(v): (v, rule) for v, rule in reversed(rules)}.values()
@@ -342,15 +337,15 @@ class Merger:
         self._replicas = backend.replicas
 
     @property
-    def variables(self):
+    def variables(self) -> list[Variable]:
         """Those of the rules, in their order."""
         return [variable for variable, _ in self._rules]
 
-    def begin(self, replica):
+    def begin(self, replica: Tensor) -> list[Tensor]:
         """Give layers on each replica random numbers of their own.
 
         Args:
-            replica: scalar tensor, int32.
+            replica: scalar, int32.
 
         Returns:
             List of tensors, to be given to `changes`.
@@ -364,32 +359,34 @@ class Merger:
                 variable.assign(ops.stack([seed, *rest]))
         return before
 
-    def added(self):
+    def added(self) -> list[Tensor]:
         """List the values of what adds up, see `count_once`."""
         return [v.value for v, rule in self._rules if rule != "first"]
 
-    def count_once(self, before, is_first):
+    def count_once(self, before: list[Tensor], is_first: Tensor) -> None:
         """Put back what `added` returned, except on the first replica."""
         changed = [v for v, rule in self._rules if rule != "first"]
         for variable, old in zip(changed, before, strict=True):
             variable.assign(ops.where(is_first, variable.value, old))
 
-    def changes(self, before, replica):
+    def changes(self, before: list[Tensor], replica: Tensor) -> list[Tensor]:
         """Turn what a replica did into tensors that may be summed.
 
         Args:
             before: what `begin` returned.
-            replica: scalar tensor, int32.
+            replica: scalar, int32.
 
         Returns:
-            List of tensors, one per variable.
+            One per variable.
         """
         return [
             self._change(variable.value, old, rule, replica)
             for (variable, rule), old in zip(self._rules, before, strict=True)
         ]
 
-    def _change(self, new, old, rule, replica):
+    def _change(
+        self, new: Tensor, old: Tensor, rule: str, replica: Tensor
+    ) -> Tensor:
         if rule in ("sum", "mean"):
             # What is infinite and stays so has not changed.
             change = ops.where(
@@ -400,7 +397,7 @@ class Merger:
             return ops.where(ops.equal(replica, 0), new, ops.zeros_like(new))
         return in_row(new, replica, self._replicas)
 
-    def take_in(self, summed):
+    def take_in(self, summed: list[Tensor]) -> dict[int, Tensor]:
         """Assign what all replicas did together.
 
         Args:
@@ -424,16 +421,16 @@ class Merger:
         return rows
 
 
-def in_row(tensor, replica, replicas):
+def in_row(tensor: Tensor, replica: Tensor, replicas: int) -> Tensor:
     """Put a replica's tensor where the sum over replicas keeps it apart.
 
     Args:
-        tensor: tensor `[...]`.
-        replica: scalar tensor, int32, its index.
-        replicas: int, how many there are.
+        tensor: `[...]`.
+        replica: scalar, int32, its index.
+        replicas: how many there are.
 
     Returns:
-        Tensor `[replicas, ...]`, zero in all rows but one.
+        `[replicas, ...]`, zero in all rows but one.
     """
     rows = ops.reshape(
         ops.equal(ops.arange(replicas), replica),

@@ -1,8 +1,13 @@
 """The variables that training moves beside those of model and optimizer."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
 
+from accumtrainer.config import LossScale
 from accumtrainer.keras_api import keras, ops
+from accumtrainer.keras_api.types import Tensor, Variable
 from accumtrainer.window.loss_scale import restored_scale
 from accumtrainer.window.numbers import Sums
 
@@ -24,27 +29,28 @@ class Scratch(keras.StatelessScope):
         others_written: dict of further variables that were written.
     """
 
-    def __init__(self, variables):
+    def __init__(self, variables: Iterable[Variable]):
         self._before = {id(v): v.value for v in variables}
-        self.others_read, self.others_written = {}, {}
+        self.others_read: dict[int, Variable] = {}
+        self.others_written: dict[int, Variable] = {}
         super().__init__([(v, v.value) for v in variables], collect_losses=True)
         self._before = {
             id(v): super(Scratch, self).get_current_value(v) for v in variables
         }
 
-    def get_current_value(self, variable):
+    def get_current_value(self, variable: Variable) -> Tensor:
         """Return the value a variable has inside this scope, if it has one."""
         if id(variable) not in self._before:
             self.others_read[id(variable)] = variable
         return super().get_current_value(variable)
 
-    def add_update(self, update):
+    def add_update(self, update: tuple[Variable, Tensor]) -> None:
         """Note a new value of a variable, a pair of both."""
         if id(update[0]) not in self._before:
             self.others_written[id(update[0])] = update[0]
         super().add_update(update)
 
-    def has_written(self, variable):
+    def has_written(self, variable: Variable) -> bool:
         """Whether a variable was assigned inside this scope."""
         if id(variable) not in self._before:
             return id(variable) in self.others_written
@@ -57,10 +63,10 @@ class TrainingState:
 
     Args:
         seed: int from which the random stream is derived.
-        loss_scale: float, the loss scale to begin with.
+        loss_scale: the loss scale to begin with.
     """
 
-    def __init__(self, *, seed, loss_scale):
+    def __init__(self, *, seed: int, loss_scale: float):
         self.updates = _counter("updates")
         self.skipped_updates = _counter("skipped_updates")
         self.consecutive_skips = _counter("consecutive_skips")
@@ -81,7 +87,7 @@ class TrainingState:
         )
 
     @property
-    def counters(self):
+    def counters(self) -> dict[str, Variable]:
         """Every counter by name."""
         return {
             "updates": self.updates,
@@ -93,7 +99,7 @@ class TrainingState:
         }
 
     @property
-    def variables(self):
+    def variables(self) -> list[Variable]:
         """Every variable, in a fixed order."""
         return [
             *self.counters.values(),
@@ -102,7 +108,9 @@ class TrainingState:
             self.rng.state,
         ]
 
-    def settle_loss_scale(self, options, *, was_scaled):
+    def settle_loss_scale(
+        self, options: LossScale | None, *, was_scaled: bool
+    ) -> None:
         """Move a loss scale that was put back to where options have it.
 
         Args:
@@ -115,14 +123,14 @@ class TrainingState:
         if options is None or not was_scaled:
             self.good_windows.assign(0)
 
-    def seat_rng(self, index):
+    def seat_rng(self, index: Tensor) -> None:
         """Point the random stream at one micro-batch of this window.
 
         Each micro-batch draws from a stream of its own, so that a pass over
         the window can be replayed from any place.
 
         Args:
-            index: scalar tensor, int32, index of the micro-batch.
+            index: scalar, int32, index of the micro-batch.
         """
         kind = self.rng.state.dtype
         number = ops.cast(self.micro_batches.value + index, kind)
@@ -135,13 +143,13 @@ class Tally:
     """Running sums of losses and logged values, over a window or an epoch.
 
     Args:
-        losses: int, how many losses a micro-batch has.
+        losses: how many losses a micro-batch has.
         reductions: dict from log name to `"mean"`, `"sum"`, `"max"` or
             `"min"`.
-        name: str, prefix of the variables' names.
+        name: prefix of the variables' names.
     """
 
-    def __init__(self, *, losses, reductions, name):
+    def __init__(self, *, losses: int, reductions: dict[str, str], name: str):
         self._losses = losses
         self._reductions = dict(reductions)
         self._no_sums = np.zeros(Sums.size(losses), "float32")
@@ -152,12 +160,12 @@ class Tally:
         }
 
     @property
-    def variables(self):
+    def variables(self) -> list[Variable]:
         """Every variable, in a fixed order."""
         return [self._sums, *self._logs.values()]
 
     @property
-    def merging_rules(self):
+    def merging_rules(self) -> list[tuple[Variable, str]]:
         """How the sums of several tallies become one; see `Merger`."""
         extremes = {
             key: reduce if reduce in EXTREMES else "sum"
@@ -172,7 +180,7 @@ class Tally:
         """Add to the sums."""
         self._sums.assign(self._sums.value + sums.pack())
 
-    def add_logs(self, entries):
+    def add_logs(self, entries: dict[str, tuple]) -> None:
         """Merge logged values, `{name: (value, weight)}`."""
         for name, (value, weight) in entries.items():
             variable = self._logs[name]
@@ -186,7 +194,7 @@ class Tally:
                 merged = variable.value + ops.stack([amount, weight])
             variable.assign(merged)
 
-    def logs(self):
+    def logs(self) -> dict[str, tuple]:
         """Reduce the logged values, `{name: (value, weight)}`."""
         entries = {}
         for name, variable in self._logs.items():
@@ -196,7 +204,7 @@ class Tally:
             entries[name] = (value, weight)
         return entries
 
-    def values(self):
+    def values(self) -> dict[str, Tensor]:
         """Reduce the logged values, `{name: value}`."""
         return {name: value for name, (value, _) in self.logs().items()}
 
@@ -204,7 +212,7 @@ class Tally:
         """Return the sums, as `add` takes them."""
         return Sums.unpack(self._sums.value, self._losses)
 
-    def clear(self):
+    def clear(self) -> None:
         """Put every sum back to its beginning."""
         # Arrays of the host: on JAX every operation outside of a program is
         # compiled before the first update.
@@ -213,14 +221,14 @@ class Tally:
             variable.assign(_empty_log(self._reductions[name]))
 
 
-def _empty_log(reduce):
+def _empty_log(reduce: str) -> np.ndarray:
     start = EXTREMES[reduce][1] if reduce in EXTREMES else 0.0
     return np.array([start, start if reduce in EXTREMES else 0.0], "float32")
 
 
-def _variable(name, value):
+def _variable(name: str, value: Any) -> Variable:
     return keras.Variable(value, dtype="float32", trainable=False, name=name)
 
 
-def _counter(name):
+def _counter(name: str) -> Variable:
     return keras.Variable(0, dtype="int32", trainable=False, name=name)

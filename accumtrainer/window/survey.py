@@ -10,7 +10,7 @@ import optree
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import ops
-from accumtrainer.keras_api.types import Variable
+from accumtrainer.keras_api.types import Metric, Tensor, Variable
 from accumtrainer.window.hooks import (
     check_batch,
     check_gradients,
@@ -117,7 +117,7 @@ def take_survey(parts: WindowParts, passes: Passes, batch: Batch) -> Survey:
     movable = [*model.non_trainable_variables, *parts.tracked]
     seen: dict[str, Any] = {}
 
-    def run(batch):
+    def run(batch: Batch) -> Tensor:
         before = [variable.value for variable in movable]
         info = passes.info(
             ops.zeros((), "int32"), Share.whole(ops.ones((), "int32"))
@@ -162,7 +162,12 @@ def take_survey(parts: WindowParts, passes: Passes, batch: Batch) -> Survey:
     return survey
 
 
-def _written(parts, scope, losses, idle):
+def _written(
+    parts: WindowParts,
+    scope: Scratch,
+    losses: list[WeightedLoss],
+    idle: list[Metric],
+) -> list[Variable]:
     """List what was written in a scope; see `Survey.written`."""
     hooks, model = parts.hooks, parts.model
     names = ["loss", *(loss.name for loss in losses)]

@@ -1,6 +1,7 @@
 """The end of a window: one update of the weights, or none, and its report."""
 
 from dataclasses import replace
+from typing import Any
 
 from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.types import Tensor
@@ -122,7 +123,7 @@ class Update:
             "loss_scale": scale,
             "weight": added.weight,
         }
-        if self._clips:
+        if gradients is not None:
             window["clipped_gradient_norm"] = clipped_norm(
                 self._gradients.ordinary(gradients), self._optimizer
             )
@@ -132,7 +133,9 @@ class Update:
             "counters": self._counters(is_finite),
         }
 
-    def _finish(self, sums, divisor, info):
+    def _finish(
+        self, sums: list[Tensor], divisor: Tensor | None, info: Info
+    ) -> tuple[list[Tensor | None] | None, Tensor, Tensor]:
         """Divide, change and clip gradients where that is to be seen here.
 
         Returns:
@@ -147,7 +150,8 @@ class Update:
         if divisor is not None:
             norm = ops.divide_no_nan(norm, divisor)
             is_finite = ops.logical_and(is_finite, ops.isfinite(divisor))
-        gradients, norm_to_clip = None, norm
+        gradients: Any = None
+        norm_to_clip = norm
         if self._clips:
             gradients = _divide(sums, divisor)
         if hooks.overrides("on_apply"):
@@ -169,7 +173,7 @@ class Update:
             gradients = self._gradients.times(factor, gradients)
         return gradients, norm, is_finite
 
-    def _move_scale(self, scale, is_finite):
+    def _move_scale(self, scale: Tensor, is_finite: Tensor) -> None:
         """Lower the loss scale, or count towards a higher one."""
         if self._parts.loss_scale is None:
             return
@@ -180,7 +184,7 @@ class Update:
         state.loss_scale.assign(new_scale)
         state.good_windows.assign(good)
 
-    def _counters(self, is_finite):
+    def _counters(self, is_finite: Tensor) -> dict[str, Tensor]:
         state = self._state
         return {
             "applied": ops.cast(is_finite, "int32"),
@@ -212,13 +216,19 @@ class Update:
         gradients = list(map(ops.copy, _divide(sums, divisor)))
         return total_loss(means, self._variables.survey.losses, 0.0), gradients
 
-    def _window_means(self):
+    def _window_means(self) -> tuple[Tensor, Sums]:
         added = self._variables.window.read()
         means = window_means(added.numerators, added.denominators)
         is_sum = self._variables.survey.is_sum
         return where_sum(is_sum, added.numerators, means), added
 
-    def _commit(self, gradients, info, means, added):
+    def _commit(
+        self,
+        gradients: list[Tensor | None],
+        info: Info,
+        means: Tensor,
+        added: Sums,
+    ) -> None:
         """Make the update; every clock that counts updates moves."""
         state = self._state
         self._backend.apply(
@@ -236,7 +246,9 @@ class Update:
         count = ops.cast(info.micro_batches, "float32")
         self._add_to_epoch(means, added, count)
 
-    def _for_optimizer(self, gradients, used):
+    def _for_optimizer(
+        self, gradients: list[Tensor | None], used: Uses
+    ) -> list[Tensor | None]:
         """Leave unused variables out, as Keras does, unless a hook looked."""
         looked = any(map(self._hooks.overrides, ("on_accumulate", "on_apply")))
         overwritten = self._gradients.overwritten
@@ -249,14 +261,14 @@ class Update:
             )
         ]
 
-    def _forget(self):
+    def _forget(self) -> None:
         """Put back what the window changed; random streams stay advanced."""
         state = self._state
         self._variables.undo()
         state.skipped_updates.assign(state.skipped_updates.value + 1)
         state.consecutive_skips.assign(state.consecutive_skips.value + 1)
 
-    def _add_to_epoch(self, means, added, count):
+    def _add_to_epoch(self, means: Tensor, added: Sums, count: Tensor) -> None:
         """Add the window to the epoch's running means."""
         samples = added.samples
         weights = where_sum(
@@ -268,7 +280,7 @@ class Update:
         )
         self._variables.epoch.add_logs(self._variables.window.logs())
 
-    def _window_logs(self, loss, means):
+    def _window_logs(self, loss: Tensor, means: Tensor) -> dict[str, Tensor]:
         losses = {"loss": loss} | named_losses(
             self._variables.survey.losses, means
         )
@@ -319,7 +331,7 @@ class Update:
             return self.running_logs()
 
 
-def _divide(sums, divisor):
+def _divide(sums: list[Tensor], divisor: Tensor | None) -> list[Tensor]:
     """Divide the sums of gradients by what their weights add up to.
 
     A product costs so little that it is computed wherever it is read, while

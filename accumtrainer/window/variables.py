@@ -1,7 +1,7 @@
 """What a window keeps in variables: sums, and what it may have to put back."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from accumtrainer.keras_api import keras, ops
@@ -296,7 +296,7 @@ class WindowVariables:
                 self._backend.write(variable, start.value)
 
 
-def _filled_with(value):
+def _filled_with(value: float) -> Callable[..., Tensor]:
     if not value:
         return ops.zeros  # for which JAX compiles nothing
     return lambda shape, dtype: ops.full(shape, value, dtype)

@@ -20,7 +20,12 @@ all that is differentiated is as large as in the big batch.
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
+from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import ops
+from accumtrainer.keras_api.types import Tensor
+from accumtrainer.window.losses import WeightedLoss
 
 # Stands for a denominator of zero: too small to count beside any other, large
 # enough that a gradient survives being multiplied and divided by it.
@@ -47,7 +52,7 @@ class Weighing:
     is_uniform: bool = False
     divides_losses: bool = False
 
-    def divide_first(self, micro_batches):
+    def divide_first(self, micro_batches: "int | Tensor") -> "Weighing":
         """Divide losses in place of the window's gradient, if that can be.
 
         It is the same, but takes one pass less over gradients, which may be
@@ -55,14 +60,29 @@ class Weighing:
 
         Args:
             micro_batches: k, an int or a scalar tensor.
-
-        Returns:
-            `Weighing`.
         """
         is_alone = isinstance(micro_batches, int) and micro_batches == 1
         is_known = self.rule != "denominator" or self.is_uniform
         divides = self.divides_losses or is_known or is_alone
         return replace(self, divides_losses=divides)
+
+
+NOT_WEIGHED = Weighing(rule="sum")
+"""Of micro-batches whose gradients nobody adds up."""
+
+
+class Shares(NamedTuple):
+    """The micro-batches of a window, as replicas run them.
+
+    Args:
+        split: tuple of `Batch`es of arrays `[k, replicas * m, ...]`; of each
+            micro-batch every replica runs m rows.
+        copied: tuple of `Batch`es of arrays `[k, m, ...]`, which every
+            replica runs whole, and which count once.
+    """
+
+    split: tuple[Batch, ...]
+    copied: tuple[Batch, ...]
 
 
 class Share(NamedTuple):
@@ -83,14 +103,14 @@ class Share(NamedTuple):
     total: Any
     replica: Any = 0
     split: Any = None
-    weighing: Weighing | None = None
+    weighing: Weighing = NOT_WEIGHED
     totals: Any = None
 
     @classmethod
     def whole(
         cls,
         micro_batches: Any,
-        weighing: Weighing | None = None,
+        weighing: Weighing = NOT_WEIGHED,
         totals: Any = None,
     ) -> "Share":
         """Make the share of one who runs all micro-batches."""
@@ -114,18 +134,21 @@ class Share(NamedTuple):
         return index + ops.where(index < self.split, before, beyond)
 
 
-def choose_weighing(losses, *, combine, is_even, divides_losses=False):
+def choose_weighing(
+    losses: list[WeightedLoss],
+    *,
+    combine: Literal["exact", "mean", "sum"],
+    is_even: bool,
+    divides_losses: bool = False,
+) -> Weighing:
     """Choose how a window is weighed.
 
     Args:
-        losses: list of `WeightedLoss`, one micro-batch's.
+        losses: one micro-batch's.
         combine: `"exact"`, `"mean"` or `"sum"`.
         is_even: whether all micro-batches of the window have equal shapes.
         divides_losses: whether what is differentiated must be as large as in
             the big batch.
-
-    Returns:
-        `Weighing`.
 
     Example:
         >>> from accumtrainer.window.losses import WeightedLoss
@@ -152,15 +175,20 @@ def choose_weighing(losses, *, combine, is_even, divides_losses=False):
     )
 
 
-def loss_factors(losses, weighing, *, micro_batches, totals):
+def loss_factors(
+    losses: list[WeightedLoss],
+    weighing: Weighing,
+    *,
+    micro_batches: Tensor,
+    totals: Tensor,
+) -> list[Tensor]:
     """Factors in front of each loss before it is differentiated.
 
     Args:
-        losses: list of `WeightedLoss`, one micro-batch's.
-        weighing: `Weighing`.
-        micro_batches: scalar tensor, float32, k.
-        totals: tensor `(len(losses),)`, float32, the window's denominators;
-            read only if `weighing.needs_totals`.
+        losses: one micro-batch's.
+        micro_batches: scalar, float32, k.
+        totals: `(len(losses),)`, float32, the window's denominators; read only
+            if `weighing.needs_totals`.
 
     Returns:
         List of scalars (tensors or Python floats), one per loss.
@@ -173,7 +201,13 @@ def loss_factors(losses, weighing, *, micro_batches, totals):
     ]
 
 
-def _balance(loss, weighing, micro_batches, totals, position):
+def _balance(
+    loss: WeightedLoss,
+    weighing: Weighing,
+    micro_batches: Tensor,
+    totals: Tensor,
+    position: int,
+) -> Tensor:
     if loss.is_sum:
         return micro_batches
     if not weighing.needs_totals:
@@ -184,18 +218,14 @@ def _balance(loss, weighing, micro_batches, totals, position):
     return micro_batches * share
 
 
-def gradient_weight(losses, weighing):
+def gradient_weight(losses: list[WeightedLoss], weighing: Weighing) -> Tensor:
     """Weigh one micro-batch's gradient in the window's sum.
 
     A micro-batch of padding alone has no loss, but its regularizers have a
     gradient, which a window of nothing else must not lose.
 
-    Args:
-        losses: list of `WeightedLoss`.
-        weighing: `Weighing`.
-
     Returns:
-        Scalar tensor, float32.
+        Scalar, float32.
     """
     if weighing.rule == "denominator":
         weight = ops.cast(losses[0].denominator, "float32")
@@ -203,18 +233,23 @@ def gradient_weight(losses, weighing):
     return ops.ones((), dtype="float32")
 
 
-def loss_weight(weighing, *, weight, micro_batches, totals=None):
+def loss_weight(
+    weighing: Weighing,
+    *,
+    weight: Tensor,
+    micro_batches: Tensor,
+    totals: Tensor = None,
+) -> Tensor:
     """Weigh one micro-batch's losses, where not its gradient is weighed.
 
     Args:
-        weighing: `Weighing`.
-        weight: scalar tensor, float32, see `gradient_weight`.
-        micro_batches: scalar tensor, float32, k.
-        totals: tensor `(losses,)`, float32, the window's denominators; read
-            only if `weighing.needs_totals`.
+        weight: scalar, float32, see `gradient_weight`.
+        micro_batches: scalar, float32, k.
+        totals: `(losses,)`, float32, the window's denominators; read only if
+            `weighing.needs_totals`.
 
     Returns:
-        Scalar tensor, float32, or a float.
+        Scalar, float32, or a float.
     """
     if not weighing.divides_losses:
         return weight
@@ -227,16 +262,17 @@ def loss_weight(weighing, *, weight, micro_batches, totals=None):
     return 1.0 / micro_batches
 
 
-def gradient_divisor(weighing, *, total_weight, micro_batches):
+def gradient_divisor(
+    weighing: Weighing, *, total_weight: Tensor, micro_batches: Tensor
+) -> Tensor | None:
     """Choose what the window's weighted sum of gradients is divided by.
 
     Args:
-        weighing: `Weighing`.
-        total_weight: scalar tensor, float32, the sum of gradient weights.
-        micro_batches: scalar tensor, float32, k.
+        total_weight: scalar, float32, the sum of gradient weights.
+        micro_batches: scalar, float32, k.
 
     Returns:
-        Scalar tensor, float32, or `None` if that has been done.
+        Scalar, float32, or `None` if that has been done.
     """
     if weighing.divides_losses:
         return None
@@ -247,28 +283,28 @@ def gradient_divisor(weighing, *, total_weight, micro_batches):
     return micro_batches
 
 
-def window_means(numerators, denominators):
+def window_means(numerators: Tensor, denominators: Tensor) -> Tensor:
     """Divide a window's weighted sums of losses by their weights.
 
     Args:
-        numerators: tensor `(n,)`, float32.
-        denominators: tensor `(n,)`, float32.
+        numerators: `(n,)`, float32.
+        denominators: `(n,)`, float32.
 
     Returns:
-        Tensor `(n,)`, float32, zero where the weight is zero.
+        `(n,)`, float32, zero where the weight is zero.
     """
     return ops.divide_no_nan(numerators, denominators)
 
 
-def where_sum(is_sum, sums, means):
+def where_sum(is_sum: np.ndarray, sums: Tensor, means: Tensor) -> Tensor:
     """Take one thing for losses that are sums, and another for means.
 
     Args:
         is_sum: array `(n,)`, bool, which of the losses are sums.
-        sums: tensor `(n,)` or scalar, float32, for those.
-        means: tensor `(n,)`, float32, for the others.
+        sums: `(n,)` or scalar, float32, for those.
+        means: `(n,)`, float32, for the others.
 
     Returns:
-        Tensor `(n,)`, float32.
+        `(n,)`, float32.
     """
     return ops.where(is_sum, sums, means) if is_sum.any() else means

@@ -8,14 +8,20 @@ are held in `programs` in between. The Keras variables are made current by
 import contextlib
 import itertools
 import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
 
 import jax
+import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import jaxpr_as_fun
 
 from accumtrainer import errors
+from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import current_distribution
-from accumtrainer.steps.backend import Backend
+from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
+from accumtrainer.steps.backend import Backend, HasVariables
 from accumtrainer.steps.jax.programs import (
     Compiled,
     Eager,
@@ -27,13 +33,14 @@ from accumtrainer.steps.jax.programs import (
     values_in,
 )
 from accumtrainer.steps.jax.replicas import JaxReplicas
+from accumtrainer.window.weighing import Shares
 
 
 class JaxBackend(Backend):
     """The functions of a backend, on JAX.
 
     Args:
-        run_eagerly: bool, whether to run everything operation by operation.
+        run_eagerly: whether to run everything operation by operation.
         distribution: `keras.distribution.Distribution`, or `None` to use one
             device.
     """
@@ -45,34 +52,52 @@ class JaxBackend(Backend):
     compiles_evaluation = True
     runs_ahead = True
 
-    def __init__(self, *, run_eagerly=False, distribution=None):
+    def __init__(self, *, run_eagerly: bool = False, distribution: Any = None):
         self._run_eagerly = run_eagerly
         self._devices = JaxReplicas(distribution)
         self.replicas = self._devices.count
         self.processes = self._devices.processes
         self.is_chief = self._devices.is_chief
-        self._holders = {}
-        self._active = None
+        self._holders: dict[int, Holder] = {}
+        self._active: Holder | None = None
         self._has_warned = False
 
     @classmethod
-    def of_model(cls, model, *, run_eagerly, compiles_all_shapes):
+    def of_model(
+        cls,
+        model: Model | None,
+        *,
+        run_eagerly: bool,
+        compiles_all_shapes: bool,
+    ) -> "Backend":
         del compiles_all_shapes  # XLA is all there is
         distribution = None if model is None else current_distribution()
         return cls(run_eagerly=run_eagerly, distribution=distribution)
 
-    def prefer(self, *, loops_badly, supports_jit):
+    def prefer(
+        self, *, loops_badly: bool, supports_jit: bool
+    ) -> tuple[Literal["fused", "streamed"], bool]:
         del supports_jit
         return "streamed" if loops_badly else "fused", True
 
-    def trace(self, function, batch):
+    def trace(
+        self, function: Callable[[Batch], Nest], batch: Batch
+    ) -> set[str]:
         specs = jax.tree.map(to_spec, batch)
         return _primitives(jax.make_jaxpr(function)(specs).jaxpr)
 
-    def compile(self, function, program, *, jit_compile):
+    def compile(
+        self,
+        function: Callable[..., Nest],
+        program: HasVariables,
+        *,
+        jit_compile: bool,
+    ) -> Compiled | Eager:
         holder = self._holder_of(program)
 
-        def pure(arrays, arguments):
+        def pure(
+            arrays: list[Tensor], arguments: tuple
+        ) -> tuple[Nest, list[Tensor]]:
             self._traced = holder.variables
             with scope_of(holder.variables, arrays) as scope:
                 result = function(*arguments)
@@ -83,94 +108,109 @@ class JaxBackend(Backend):
             return Compiled(pure, holder, self._activate, warn)
         return Eager(pure, holder, self._activate)
 
-    def accepts(self, is_finite):
+    def accepts(self, is_finite: Tensor) -> Tensor:
         return is_finite
 
-    def check(self, was_applied):
+    def check(self, was_applied: Callable[[], bool]) -> None:
         pass  # JAX refuses no index, nor does Keras on it
 
-    def memory_limit_bytes(self):
+    def memory_limit_bytes(self) -> int | None:
         statistics = [d.memory_stats() for d in jax.local_devices()]
         limits = [s["bytes_limit"] for s in statistics if s]
         return 9 * min(limits) // 10 if limits else None
 
-    def is_out_of_memory(self, error):
+    def is_out_of_memory(self, error: Exception) -> bool:
         return isinstance(error, jax.errors.JaxRuntimeError) and (
             "RESOURCE_EXHAUSTED" in str(error)
         )
 
-    def forget(self):
+    def forget(self) -> None:
         for holder in self._holders.values():
             holder.arrays = None
         self._active = None
 
-    def gather(self, numbers):
+    def gather(self, numbers: Sequence[float]) -> np.ndarray:
         return self._devices.gather(numbers)
 
-    def place(self, shares, *, is_own=False):
+    def place(self, shares: Shares, *, is_own: bool = False) -> Shares:
         return self._devices.place(shares, is_own=is_own)
 
-    def spread(self, batch):
+    def spread(self, batch: Batch) -> Batch:
         return self._devices.spread(batch)
 
-    def read(self, variables):
+    def read(self, variables: list[Variable]) -> list[Tensor]:
         return [variable.value for variable in variables]
 
-    def write(self, variable, tensor):
+    def write(self, variable: Variable, tensor: Tensor) -> None:
         variable.assign(tensor)
 
-    def sum_over_replicas(self, function, shares, *, reading, moving=()):
+    def sum_over_replicas(
+        self,
+        function: Callable[[Tensor, Shares], Nest],
+        shares: Shares,
+        *,
+        reading: list[Variable],
+        moving: Sequence[Variable] = (),
+    ) -> Nest:
         del reading, moving  # all variables are known here
         return self._devices.sum(function, shares, self._traced)
 
     @contextlib.contextmanager
-    def with_float64(self):
+    def with_float64(self) -> Iterator[None]:
         # Older versions of JAX have it among what they try out.
         owner = jax if hasattr(jax, "enable_x64") else jax.experimental
         # Numbers of the code are float32, and may be mixed with it.
         with owner.enable_x64(True), jax.numpy_dtype_promotion("standard"):
             yield
 
-    def constant(self, value):
+    def constant(self, value: np.ndarray) -> Tensor:
         return jax.device_put(value)
 
-    def publish(self):
+    def publish(self) -> None:
         if self._active is not None:
             self._active.publish()
             self._active = None
 
-    def next_batch(self, iterator):
+    def next_batch(self, iterator: Iterator) -> Nest:
         return next(iterator)
 
-    def next_batches(self, iterator, count):
+    def next_batches(
+        self, iterator: Iterator, count: int
+    ) -> tuple[Iterable[Nest] | None, Nest]:
         first = next(iterator)
         rest = itertools.islice(iterator, count - 1)
         return itertools.chain([first], rest), None
 
-    def is_distributed(self, model):
+    def is_distributed(self, model: Model) -> bool:
         del model
         return False
 
-    def hold(self, program, arrays):
+    def hold(self, program: HasVariables, arrays: dict[int, Tensor]) -> Any:
         holder = self._holder_of(program)
         self._activate(holder)
         holder.replace(arrays)
         return holder
 
-    def let_go(self, holder, ids):
+    def let_go(self, holder: Any, ids: set[int]) -> None:
         holder.publish(without=ids)
         self._active = None
 
     def value_and_grad(
-        self, objective, variables, tensors=(), keeps_rows=False
-    ):
+        self,
+        objective: Callable[..., tuple[Tensor, Nest]],
+        variables: list[Variable],
+        tensors: Sequence[Tensor] = (),
+        keeps_rows: bool = False,
+    ) -> tuple[Nest, list[Tensor | None]]:
         # XLA adds the rows of an embedding alone where it can.
         del keeps_rows
         taken = {id(variable) for variable in variables}
         others = [v for v in self._traced if id(v) not in taken]
         current = [v.value for v in others]
 
-        def pure(arrays, tensors):
+        def pure(
+            arrays: list[Tensor], tensors: list[Tensor]
+        ) -> tuple[Tensor, Nest]:
             known = [*variables, *others]
             with scope_of(known, [*arrays, *current]) as scope:
                 total, nest = objective(*tensors)
@@ -182,19 +222,29 @@ class JaxBackend(Backend):
         assign_changed(others, current, changed)
         return nest, [*gradients[0], *gradients[1]]
 
-    def add(self, total, gradient):
+    def add(self, total: Tensor, gradient: Tensor) -> Tensor:
         return total + gradient.astype("float32")
 
-    def add_to(self, variable, gradient):
+    def add_to(self, variable: Variable, gradient: Tensor) -> None:
         variable.assign(self.add(variable.value, gradient))
 
-    def sum_of_squares(self, gradient):
+    def sum_of_squares(self, gradient: Tensor) -> Tensor:
         return jax.numpy.sum(jax.numpy.square(gradient))
 
-    def apply(self, optimizer, gradients, variables):
+    def apply(
+        self,
+        optimizer: Any,
+        gradients: list[Tensor | None],
+        variables: list[Variable],
+    ) -> None:
         optimizer.apply(gradients, variables)
 
-    def rarely(self, predicate, function, otherwise):
+    def rarely(
+        self,
+        predicate: Tensor,
+        function: Callable[[], list[Tensor]],
+        otherwise: list[Tensor],
+    ) -> list[Tensor]:
         if not isinstance(predicate, jax.core.Tracer):
             return function() if predicate else otherwise
         closed = jax.make_jaxpr(function)()
@@ -203,15 +253,20 @@ class JaxBackend(Backend):
             predicate, jaxpr_as_fun(closed), lambda: list(otherwise)
         )
 
-    def cond(self, predicate, true_fn, false_fn):
+    def cond(
+        self,
+        predicate: Tensor,
+        true_fn: Callable[[], None],
+        false_fn: Callable[[], None],
+    ) -> None:
         if not isinstance(predicate, jax.core.Tracer):
             (true_fn if predicate else false_fn)()
             return
         variables = self._traced
         current = [v.value for v in variables]
 
-        def trace(function):
-            def run(*arrays):
+        def trace(function: Callable[[], None]) -> Any:
+            def run(*arrays: Tensor) -> list[Tensor]:
                 with scope_of(variables, arrays) as scope:
                     function()
                 return values_in(scope, variables)
@@ -223,10 +278,10 @@ class JaxBackend(Backend):
         traced = [trace(true_fn), trace(false_fn)]
         changed = sorted(set().union(*map(changed_positions, traced)))
 
-        def branch(closed):
+        def branch(closed: Any) -> Callable[[list[Tensor]], list[Tensor]]:
             closed = closed.replace(consts=[_in_rows(c) for c in closed.consts])
 
-            def run(arrays):
+            def run(arrays: list[Tensor]) -> list[Tensor]:
                 known = list(current)
                 for position, array in zip(changed, arrays, strict=True):
                     known[position] = array
@@ -239,58 +294,66 @@ class JaxBackend(Backend):
         after = jax.lax.cond(predicate, *map(branch, traced), before)
         assign_changed([variables[i] for i in changed], before, after)
 
-    def scan(self, body, stacked, length, carry=(), dtypes="float32"):
+    def scan(
+        self,
+        body: Callable[[Tensor, Nest, list[Tensor]], tuple[Nest, list[Tensor]]],
+        stacked: Nest,
+        length: int | Tensor,
+        carry: Sequence[Tensor] = (),
+        dtypes: Nest = "float32",
+    ) -> tuple[Nest, list[Tensor]]:
         del dtypes  # JAX finds out by itself
-        carry = list(carry)
+        carried = list(carry)
         if length == 1:
             item = jax.tree.map(lambda leaf: leaf[0], stacked)
-            result, carry = body(jax.numpy.zeros((), "int32"), item, carry)
-            return jax.tree.map(lambda leaf: leaf[None], result), carry
+            first = jax.numpy.zeros((), "int32")
+            result, carried = body(first, item, carried)
+            return jax.tree.map(lambda leaf: leaf[None], result), carried
         variables = self._traced
         current = [v.value for v in variables]
 
-        def step(state, indexed):
-            arrays, carry = state
+        def step(state: Nest, indexed: Nest) -> tuple[Nest, Nest]:
+            (arrays, carried), (index, item) = state, indexed
             with scope_of(variables, arrays) as scope:
-                result, carry = body(*indexed, carry)
-            return (values_in(scope, variables), carry), result
+                result, carried = body(index, item, carried)
+            return (values_in(scope, variables), carried), result
 
         indices = jax.numpy.arange(length, dtype="int32")
-        (arrays, carry), results = jax.lax.scan(
-            step, (current, carry), (indices, stacked)
+        (arrays, carried), results = jax.lax.scan(
+            step, (current, carried), (indices, stacked)
         )
         assign_changed(variables, current, arrays)
-        return results, carry
+        return results, carried
 
-    def has_accelerator(self):
+    def has_accelerator(self) -> bool:
         return jax.default_backend() != "cpu"
 
-    def peak_memory_bytes(self):
+    def peak_memory_bytes(self) -> int | None:
         statistics = [d.memory_stats() for d in jax.local_devices()]
         peaks = [s["peak_bytes_in_use"] for s in statistics if s]
         return max(peaks, default=None)
 
-    def start_trace(self, directory):
+    def start_trace(self, directory: str) -> None:
         jax.profiler.start_trace(directory)
 
-    def stop_trace(self):
+    def stop_trace(self) -> None:
         jax.profiler.stop_trace()
 
-    def mark_step(self, name, number):
+    def mark_step(self, name: str, number: int) -> AbstractContextManager:
         return jax.profiler.StepTraceAnnotation(name, step_num=number)
 
-    def _holder_of(self, program):
+    def _holder_of(self, program: HasVariables) -> Holder:
         return self._holders.setdefault(
             id(program), Holder(program, self._devices)
         )
 
-    def _activate(self, holder):
+    def _activate(self, holder: Holder) -> None:
         if self._active is not holder:
             self.publish()
             self._active = holder
         holder.take()
 
-    def _warn_of_many_shapes(self, shapes):
+    def _warn_of_many_shapes(self, shapes: list[tuple[int, ...]]) -> None:
         """Say once that compiling goes on and on, and what helps."""
         if self._has_warned:
             return
@@ -298,7 +361,7 @@ class JaxBackend(Backend):
         warnings.warn(errors.MANY_SHAPES.format(shapes=shapes), stacklevel=2)
 
 
-def _in_rows(array):
+def _in_rows(array: Tensor) -> Tensor:
     """Lay an array out as the arrays that a program is given are.
 
     A gradient comes in the layout of the product that made it. A branch would
@@ -310,7 +373,7 @@ def _in_rows(array):
     return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
 
 
-def _primitives(jaxpr):
+def _primitives(jaxpr: Any) -> set[str]:
     """Collect the primitives of a program and the programs within it."""
     names = set()
     for equation in jaxpr.eqns:

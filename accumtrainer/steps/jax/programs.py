@@ -6,6 +6,8 @@ it only reads. In between a `Holder` has the arrays.
 """
 
 import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NoReturn, Protocol
 
 import jax
 import numpy as np
@@ -13,9 +15,19 @@ from jax.extend.core import jaxpr_as_fun
 
 from accumtrainer import errors
 from accumtrainer.keras_api import keras
+from accumtrainer.keras_api.types import Nest, Tensor, Variable
 
 # Compiled for that many shapes, a function is worth a warning.
 MANY_SHAPES = 4
+
+
+class KnowsDevices(Protocol):
+    """Replicas, of which each needs every array."""
+
+    everywhere: Any
+
+    def copy(self, array: Tensor) -> Tensor:
+        """Copy an array to all devices, unless it is on them."""
 
 
 class Compiled:
@@ -29,15 +41,21 @@ class Compiled:
         warn_of_many_shapes: function that is given the latest shapes.
     """
 
-    def __init__(self, function, holder, activate, warn_of_many_shapes):
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        holder: "Holder",
+        activate: "Callable[[Holder], None]",
+        warn_of_many_shapes: Callable[[list[tuple[int, ...]]], None],
+    ):
         self._function = function
         self._holder = holder
         self._activate = activate
         self._warn_of_many_shapes = warn_of_many_shapes
-        self._variables = []
-        self._programs = {}
+        self._variables: list[Variable] = []
+        self._programs: dict[tuple, tuple[Any, list[int], list[int]]] = {}
 
-    def __call__(self, *arguments):
+    def __call__(self, *arguments: Nest) -> Nest:
         leaves, treedef = jax.tree.flatten(arguments)
         holder = self._holder
         self._activate(holder)
@@ -60,7 +78,7 @@ class Compiled:
             holder.arrays[position] = array
         return result
 
-    def _look_at_variables(self):
+    def _look_at_variables(self) -> None:
         """Forget what was compiled for other variables."""
         variables = self._holder.variables
         if self._variables is not variables:
@@ -68,12 +86,12 @@ class Compiled:
                 self._programs = {}
             self._variables = variables
 
-    def peak_bytes(self, *arguments):
+    def peak_bytes(self, *arguments: Nest) -> int:
         """Ask the compiler for the most memory that a call takes.
 
         Returns:
-            int, of one device: all variables, arguments, results and what is
-            needed in between.
+            Of one device: all variables, arguments, results and what is needed
+            in between.
         """
         leaves, treedef = jax.tree.flatten(arguments)
         self._activate(self._holder)
@@ -90,7 +108,9 @@ class Compiled:
         held = sum(map(_bytes_of_device, [*arrays, *leaves]))
         return held + needs.temp_size_in_bytes + max(0, new)
 
-    def _trace(self, leaves, treedef):
+    def _trace(
+        self, leaves: list[Tensor], treedef: Any
+    ) -> tuple[Any, list[int], list[int]]:
         """Find out which arrays the function changes, and compile it.
 
         Returns:
@@ -106,8 +126,10 @@ class Compiled:
         kept = sorted(read_positions(closed, count).difference(changed))
         function, structure = jaxpr_as_fun(closed), jax.tree.structure(result)
 
-        def run(given, read, leaves):
-            arrays = [None] * count
+        def run(
+            given: list[Tensor], read: list[Tensor], leaves: list[Tensor]
+        ) -> tuple[Nest, list[Tensor]]:
+            arrays: list[Tensor] = [None] * count
             for position, array in zip(changed, given, strict=True):
                 arrays[position] = array
             for position, array in zip(kept, read, strict=True):
@@ -138,16 +160,21 @@ class Eager:
         activate: as there.
     """
 
-    def __init__(self, function, holder, activate):
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        holder: "Holder",
+        activate: "Callable[[Holder], None]",
+    ):
         self._function = function
         self._holder = holder
         self._activate = activate
 
-    def peak_bytes(self, *arguments):
+    def peak_bytes(self, *arguments: Nest) -> NoReturn:
         """Refuse to answer: no compiler has planned anything."""
         raise ValueError(errors.EAGER_MEMORY)
 
-    def __call__(self, *arguments):
+    def __call__(self, *arguments: Nest) -> Nest:
         leaves, treedef = jax.tree.flatten(arguments)
         self._activate(self._holder)
         arguments = jax.tree.unflatten(treedef, _to_device(leaves))
@@ -162,17 +189,16 @@ class Holder:
 
     Args:
         program: lists them, see `HasVariables`.
-        replicas: `JaxReplicas`, each of which needs every array.
     """
 
-    def __init__(self, program, replicas):
+    def __init__(self, program: Any, replicas: KnowsDevices):
         self._program = program
         self.replicas = replicas
-        self._borrowed = set()
-        self.variables = []
-        self.arrays = None
+        self._borrowed: set[int] = set()
+        self.variables: list[Variable] = []
+        self.arrays: Any = None  # a list, while they are not published
 
-    def take(self):
+    def take(self) -> None:
         """Read the arrays afresh if the host could have written."""
         if self.arrays is not None:
             return
@@ -182,7 +208,7 @@ class Holder:
         self.arrays = [self.replicas.copy(_read(v)) for v in variables]
         self._borrowed = set(range(len(variables)))
 
-    def give(self, positions):
+    def give(self, positions: Iterable[int]) -> list[Tensor]:
         """Return arrays that whoever receives them may destroy.
 
         An array that is given away must not be needed elsewhere: two variables
@@ -197,7 +223,7 @@ class Holder:
             self._borrowed.difference_update(positions)
         return [self.arrays[position] for position in positions]
 
-    def replace(self, arrays):
+    def replace(self, arrays: dict[int, Tensor]) -> None:
         """Hold other arrays for some variables, given for good.
 
         Args:
@@ -208,7 +234,7 @@ class Holder:
                 self.arrays[position] = arrays[id(variable)]
                 self._borrowed.discard(position)
 
-    def publish(self, without=()):
+    def publish(self, without: Collection[int] = ()) -> None:
         """Put the arrays into the variables, without a copy.
 
         Args:
@@ -227,18 +253,18 @@ class Holder:
 HOLDERS = 4
 
 
-def _read(variable):
+def _read(variable: Variable) -> Tensor:
     array = variable.value
     return array if isinstance(array, jax.Array) else jax.numpy.asarray(array)
 
 
-def _begins_with(variables, first):
+def _begins_with(variables: list[Variable], first: list[Variable]) -> bool:
     """Whether a list of variables begins with those of another."""
     pairs = zip(variables, first, strict=False)
     return len(first) <= len(variables) and all(a is b for a, b in pairs)
 
 
-def _to_device(leaves):
+def _to_device(leaves: list[Tensor]) -> list[Tensor]:
     """Move the leaves that are not there yet, in one call."""
     host = [i for i, v in enumerate(leaves) if not isinstance(v, jax.Array)]
     moved = jax.device_put([leaves[i] for i in host])
@@ -247,26 +273,28 @@ def _to_device(leaves):
     return leaves
 
 
-def scope_of(variables, arrays):
+def scope_of(variables: list[Variable], arrays: Sequence[Tensor]) -> Any:
     """Make a scope in which Keras variables have arrays as their values."""
     return keras.StatelessScope(
         list(zip(variables, arrays, strict=True)), collect_losses=True
     )
 
 
-def values_in(scope, variables):
+def values_in(scope: Any, variables: list[Variable]) -> list[Tensor]:
     """List the values that variables have at the end of a scope."""
     return [scope.get_current_value(variable) for variable in variables]
 
 
-def assign_changed(variables, before, after):
+def assign_changed(
+    variables: list[Variable], before: list[Tensor], after: list[Tensor]
+) -> None:
     """Assign new values to those variables whose old ones they are not."""
     for variable, old, new in zip(variables, before, after, strict=True):
         if new is not old:
             variable.assign(new)
 
 
-def read_positions(closed, count):
+def read_positions(closed: Any, count: int) -> set[int]:
     """Find the arguments that a program reads.
 
     Dispatching one that it does not takes time all the same; Adam's moments,
@@ -275,7 +303,7 @@ def read_positions(closed, count):
     Args:
         closed: closed jaxpr, which returns as many values more as it takes
             variables.
-        count: int, how many arguments are variables.
+        count: how many arguments are variables.
 
     Returns:
         Set of ints. One that is only returned as it came is not among them.
@@ -292,16 +320,13 @@ def read_positions(closed, count):
     return {i for i, v in enumerate(jaxpr.invars[:count]) if id(v) in read}
 
 
-def changed_positions(closed, count=None):
+def changed_positions(closed: Any, count: int | None = None) -> list[int]:
     """Find the arguments that a program returns otherwise than they came.
 
     Args:
         closed: closed jaxpr.
-        count: int, how many of its first arguments are its last results;
-            `None` for all.
-
-    Returns:
-        List of int.
+        count: how many of its first arguments are its last results; `None` for
+            all.
     """
     before, after = closed.jaxpr.invars, closed.jaxpr.outvars
     count = len(after) if count is None else count
@@ -309,7 +334,7 @@ def changed_positions(closed, count=None):
     return [i for i, (a, b) in enumerate(pairs) if a is not b]
 
 
-def to_spec(leaf):
+def to_spec(leaf: Any) -> Any:
     """Describe an array by shape, dtype and where it is."""
     if isinstance(leaf, jax.Array):
         sharding = leaf.sharding if leaf.committed else None
@@ -318,7 +343,7 @@ def to_spec(leaf):
     return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
 
 
-def _bytes_of_device(array):
+def _bytes_of_device(array: Tensor) -> int:
     """Count what an array takes of one of the devices it is on."""
     if not isinstance(array, jax.Array):
         return array.nbytes

@@ -20,7 +20,7 @@ from accumtrainer import errors
 from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api.types import Nest, Tensor, Variable
 from accumtrainer.steps.jax.programs import scope_of
-from accumtrainer.window.replicas import Shares
+from accumtrainer.window.weighing import Shares
 
 # Up to how many numbers an array is exchanged together with others. Joining
 # copies, so that a large one is left alone; where that pays was not measured.

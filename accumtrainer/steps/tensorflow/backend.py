@@ -7,13 +7,18 @@ are written.
 import contextlib
 import functools
 import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
 
 import numpy as np
 import tensorflow as tf
 
 from accumtrainer import errors
+from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import strategy_of, tree
-from accumtrainer.steps.backend import Backend
+from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
+from accumtrainer.steps.backend import Backend, HasVariables
 from accumtrainer.steps.memory import Backup
 from accumtrainer.steps.tensorflow.fit import next_batch, next_batches
 from accumtrainer.steps.tensorflow.indices import (
@@ -31,6 +36,7 @@ from accumtrainer.steps.tensorflow.replicas import (
     TensorFlowReplicas,
     outside_of_strategies,
 )
+from accumtrainer.window.weighing import Shares
 
 # How many squares are added up side by side, and from how many rows on.
 ROW = 12_800
@@ -41,10 +47,10 @@ class TensorFlowBackend(Backend):
     """The functions of a backend, on TensorFlow.
 
     Args:
-        run_eagerly: bool, whether to run everything as plain Python.
+        run_eagerly: whether to run everything as plain Python.
         strategy: `tf.distribute.Strategy` whose replicas share windows out,
             or `None` to use one device.
-        compiles_all_shapes: bool, see `of_model`.
+        compiles_all_shapes: see `of_model`.
     """
 
     name = "tensorflow"
@@ -54,7 +60,11 @@ class TensorFlowBackend(Backend):
     fit_hands_state_over = False
 
     def __init__(
-        self, *, run_eagerly=False, strategy=None, compiles_all_shapes=False
+        self,
+        *,
+        run_eagerly: bool = False,
+        strategy: Any = None,
+        compiles_all_shapes: bool = False,
     ):
         self._run_eagerly = run_eagerly
         self._devices = TensorFlowReplicas(strategy)
@@ -66,7 +76,7 @@ class TensorFlowBackend(Backend):
         )
         # Which of the operations that index was given an index outside, by
         # number from 1, if any was.
-        self._indexing = []
+        self._indexing: list[tuple[str, int]] = []
         self._outside = tf.Variable(0, trainable=False, name="outside")
         # Whether what a replica runs is for XLA.
         self._jit_compile = False
@@ -74,7 +84,13 @@ class TensorFlowBackend(Backend):
         self._is_for_xla = False
 
     @classmethod
-    def of_model(cls, model, *, run_eagerly, compiles_all_shapes):
+    def of_model(
+        cls,
+        model: Model | None,
+        *,
+        run_eagerly: bool,
+        compiles_all_shapes: bool,
+    ) -> "Backend":
         strategy = None if model is None else strategy_of(model)
         return cls(
             run_eagerly=run_eagerly,
@@ -82,15 +98,19 @@ class TensorFlowBackend(Backend):
             compiles_all_shapes=compiles_all_shapes,
         )
 
-    def prefer(self, *, loops_badly, supports_jit):
+    def prefer(
+        self, *, loops_badly: bool, supports_jit: bool
+    ) -> tuple[Literal["fused", "streamed"], bool]:
         return "fused", supports_jit and not loops_badly
 
     @property
-    def compiles_evaluation(self):
+    def compiles_evaluation(self) -> bool:
         # Where nothing loops a CPU is as fast without waiting for XLA.
         return self.has_accelerator()
 
-    def trace(self, function, batch):
+    def trace(
+        self, function: Callable[[Batch], Nest], batch: Batch
+    ) -> set[str]:
         with self.scope():
             if self._run_eagerly:
                 function(tree.map_structure(_to_tensor, batch))
@@ -99,14 +119,20 @@ class TensorFlowBackend(Backend):
             specs = tree.map_structure(to_spec, batch)
             return _operations(traced.get_concrete_function(specs).graph)
 
-    def compile(self, function, program, *, jit_compile):
+    def compile(
+        self,
+        function: Callable[..., Nest],
+        program: HasVariables,
+        *,
+        jit_compile: bool,
+    ) -> Any:
         del program
         if self._run_eagerly:
             return functools.partial(_run_eagerly, function)
         # XLA compiles what a replica runs, see `TensorFlowReplicas.sum`.
         is_outside = self.replicas > 1
 
-        def traced(uses_xla, *arguments):
+        def traced(uses_xla: bool, *arguments: Nest) -> Nest:
             self._jit_compile = uses_xla
             self._is_for_xla = uses_xla and not is_outside
             return function(*arguments)
@@ -120,35 +146,42 @@ class TensorFlowBackend(Backend):
             shares_memory=not self.has_accelerator(),
         )
 
-    def compiled_shapes(self):
+    def compiled_shapes(self) -> dict[str, list[str]]:
         return self._xla_shapes.as_dict()
 
-    def expect_shapes(self, shapes):
+    def expect_shapes(self, shapes: dict[str, list[str]]) -> None:
         self._xla_shapes.load(shapes)
 
-    def expect(self, function, calls):
+    def expect(self, function: Any, calls: Sequence[tuple]) -> None:
         if isinstance(function, Compiled):
             function.expect(calls)
 
-    def gather(self, numbers):
+    def gather(self, numbers: Sequence[float]) -> np.ndarray:
         return self._devices.gather(numbers)
 
-    def scope(self):
+    def scope(self) -> AbstractContextManager:
         return self._devices.scope()
 
-    def place(self, shares, *, is_own=False):
+    def place(self, shares: Shares, *, is_own: bool = False) -> Shares:
         return shares if is_own else self._devices.own(shares)
 
-    def read(self, variables):
+    def read(self, variables: list[Variable]) -> list[Tensor]:
         return [self._devices.read(variable) for variable in variables]
 
-    def write(self, variable, tensor):
+    def write(self, variable: Variable, tensor: Tensor) -> None:
         self._devices.write(variable, tensor)
 
-    def holding(self, variables):
+    def holding(self, variables: list[Variable]) -> AbstractContextManager:
         return self._devices.holding(variables)
 
-    def sum_over_replicas(self, function, shares, *, reading, moving=()):
+    def sum_over_replicas(
+        self,
+        function: Callable[[Tensor, Shares], Nest],
+        shares: Shares,
+        *,
+        reading: list[Variable],
+        moving: Sequence[Variable] = (),
+    ) -> Nest:
         return self._devices.sum(
             function,
             shares,
@@ -157,16 +190,16 @@ class TensorFlowBackend(Backend):
             jit_compile=self._jit_compile,
         )
 
-    def with_float64(self):
+    def with_float64(self) -> AbstractContextManager:
         return contextlib.nullcontext()  # it always can
 
-    def constant(self, value):
+    def constant(self, value: np.ndarray) -> Tensor:
         return tf.constant(value)
 
-    def publish(self):
+    def publish(self) -> None:
         """Make the Keras variables current; here they always are."""
 
-    def join_ragged(self, arrays):
+    def join_ragged(self, arrays: Sequence[np.ndarray]) -> Tensor:
         shapes = np.array([array.shape[1:] for array in arrays])
         differs = (shapes != shapes[0]).any(axis=0)
         rank = int(np.flatnonzero(differs)[-1]) + 1
@@ -178,20 +211,26 @@ class TensorFlowBackend(Backend):
             axis=0,
         )
 
-    def next_batch(self, iterator):
+    def next_batch(self, iterator: Iterator) -> Nest:
         return next_batch(iterator)
 
-    def next_batches(self, iterator, count):
+    def next_batches(
+        self, iterator: Iterator, count: int
+    ) -> tuple[Iterable[Nest] | None, Nest]:
         return next_batches(iterator, count)
 
-    def is_distributed(self, model):
+    def is_distributed(self, model: Model) -> bool:
         if tf.distribute.has_strategy():
             return True
         return model.distribute_strategy is not tf.distribute.get_strategy()
 
     def value_and_grad(
-        self, objective, variables, tensors=(), keeps_rows=False
-    ):
+        self,
+        objective: Callable[..., tuple[Tensor, Nest]],
+        variables: list[Variable],
+        tensors: Sequence[Tensor] = (),
+        keeps_rows: bool = False,
+    ) -> tuple[Nest, list[Tensor | None]]:
         values = [*(variable.value for variable in variables), *tensors]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(values)
@@ -206,7 +245,7 @@ class TensorFlowBackend(Backend):
             for g in gradients
         ]
 
-    def _look_at_indices(self, graph):
+    def _look_at_indices(self, graph: Any) -> None:
         """Note whether indices are outside, for `accepts` and `check`."""
         found = indexing(graph)
         if not found:
@@ -220,12 +259,12 @@ class TensorFlowBackend(Backend):
         number = functools.reduce(tf.maximum, numbers)
         self._outside.assign(tf.maximum(self._outside.read_value(), number))
 
-    def accepts(self, is_finite):
+    def accepts(self, is_finite: Tensor) -> Tensor:
         if not (self._is_for_xla and self._indexing):
             return is_finite
         return is_finite & (self._outside.read_value() == 0)
 
-    def check(self, was_applied):
+    def check(self, was_applied: Callable[[], bool]) -> None:
         # What is reported is read sooner or later; the variable need not be.
         if not self._indexing or was_applied():
             return
@@ -237,7 +276,7 @@ class TensorFlowBackend(Backend):
                 errors.INDEX_OUTSIDE.format(name=name, last=size - 1)
             )
 
-    def add(self, total, gradient):
+    def add(self, total: Tensor, gradient: Tensor) -> Tensor:
         gradient = _in_float32(gradient)
         if isinstance(gradient, tf.IndexedSlices):
             return tf.tensor_scatter_nd_add(
@@ -245,14 +284,14 @@ class TensorFlowBackend(Backend):
             )
         return total + gradient
 
-    def add_to(self, variable, gradient):
+    def add_to(self, variable: Variable, gradient: Tensor) -> None:
         gradient = _in_float32(gradient)
         if isinstance(gradient, tf.IndexedSlices):
             variable.value.scatter_add(gradient)
         else:
             variable.value.assign_add(gradient)
 
-    def sum_of_squares(self, gradient):
+    def sum_of_squares(self, gradient: Tensor) -> Tensor:
         # On a CPU, XLA writes the squares of a large tensor to memory, and
         # adds them up window by window; rows that are added to one row stay
         # near.
@@ -274,13 +313,18 @@ class TensorFlowBackend(Backend):
         rest = tf.square(flat[rows * ROW :])
         return tf.reduce_sum(total) + tf.reduce_sum(rest)
 
-    def apply(self, optimizer, gradients, variables):
+    def apply(
+        self,
+        optimizer: Any,
+        gradients: list[Tensor | None],
+        variables: list[Variable],
+    ) -> None:
         # Keras has TensorFlow add gradients up over replicas first, even if
         # there is no strategy; and whatever graph does so, TensorFlow keeps
         # for good, with all that it holds (`all_reduce` registers a gradient
         # of its own each time). In a merge call Keras leaves that out.
 
-        def merged(_):
+        def merged(_: Any) -> None:
             optimizer.apply(gradients, variables)
 
         if tf.distribute.has_strategy():
@@ -288,7 +332,12 @@ class TensorFlowBackend(Backend):
         else:
             tf.distribute.get_replica_context().merge_call(merged)
 
-    def rarely(self, predicate, function, otherwise):
+    def rarely(
+        self,
+        predicate: Tensor,
+        function: Callable[[], list[Tensor]],
+        otherwise: list[Tensor],
+    ) -> list[Tensor]:
         if not self._is_for_xla:
             return tf.cond(predicate, function, lambda: list(otherwise))
         # A loop, for the reason that `cond` gives.
@@ -299,10 +348,17 @@ class TensorFlowBackend(Backend):
         )
         return tensors
 
-    def cond(self, predicate, true_fn, false_fn):
+    def cond(
+        self,
+        predicate: Tensor,
+        true_fn: Callable[[], None],
+        false_fn: Callable[[], None],
+    ) -> None:
 
-        def without_result(function):
-            def run(*_):
+        def without_result(
+            function: Callable[[], None],
+        ) -> Callable[..., Tensor]:
+            def run(*_: Any) -> Tensor:
                 function()
                 return tf.constant(False)
 
@@ -318,60 +374,77 @@ class TensorFlowBackend(Backend):
         else:
             tf.cond(predicate, first, second)
 
-    def scan(self, body, stacked, length, carry=(), dtypes="float32"):
+    def scan(
+        self,
+        body: Callable[[Tensor, Nest, list[Tensor]], tuple[Nest, list[Tensor]]],
+        stacked: Nest,
+        length: int | Tensor,
+        carry: Sequence[Tensor] = (),
+        dtypes: Nest = "float32",
+    ) -> tuple[Nest, list[Tensor]]:
 
-        def take(index):
+        def take(index: Tensor) -> Nest:
             return tree.map_structure(
                 lambda leaf: None if leaf is None else leaf[index], stacked
             )
 
+        carried = list(carry)
         static = tf.get_static_value(length)
         if static == 1 or tf.executing_eagerly():
             results = []
             for index in range(static):
-                result, carry = body(tf.constant(index), take(index), carry)
+                result, carried = body(tf.constant(index), take(index), carried)
                 results.append(result)
-            return tree.map_structure(_stack, *results), carry
+            return tree.map_structure(_stack, *results), carried
 
         moving = self._devices.moving
 
-        def step(index, arrays, values, carry):
+        def step(
+            index: Tensor,
+            arrays: list[Any],
+            values: list[Tensor],
+            carried: list[Tensor],
+        ) -> tuple:
             with self._devices.scope_of(values):
-                result, carry = body(index, take(index), carry)
+                result, carried = body(index, take(index), carried)
                 values = [variable.value for variable in moving]
             arrays = [
                 array.write(index, leaf)
                 for array, leaf in zip(arrays, _present(result), strict=True)
             ]
-            return index + 1, arrays, values, list(carry)
+            return index + 1, arrays, values, list(carried)
 
         # One at a time, since micro-batches that overlap have all their
         # activations in memory.
-        _, arrays, values, carry = tf.while_loop(
+        _, arrays, values, carried = tf.while_loop(
             lambda index, *_: index < length,
             step,
             [
                 tf.constant(0),
                 [tf.TensorArray(d, size=length) for d in _present(dtypes)],
                 [variable.value for variable in moving],
-                list(carry),
+                carried,
             ],
             parallel_iterations=1,
         )
         for variable, value in zip(moving, values, strict=True):
             variable.assign(value)
         stacked = iter([array.stack() for array in arrays])
-        return tree.map_structure(lambda d: d and next(stacked), dtypes), carry
+        return tree.map_structure(
+            lambda d: d and next(stacked), dtypes
+        ), carried
 
-    def has_accelerator(self):
+    def has_accelerator(self) -> bool:
         devices = tf.config.list_logical_devices()
         return any(device.device_type != "CPU" for device in devices)
 
     @property
-    def runs_ahead(self):
+    def runs_ahead(self) -> bool:
         return self.has_accelerator()
 
-    def measure_peak(self, run, variables):
+    def measure_peak(
+        self, run: Callable[[], Any], variables: list[Variable]
+    ) -> int:
         backup = Backup(variables)
         held = sum(
             int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in variables
@@ -385,32 +458,32 @@ class TensorFlowBackend(Backend):
             backup.put_back()
         return held + peak.bytes
 
-    def memory_limit_bytes(self):
+    def memory_limit_bytes(self) -> int | None:
         return None
 
-    def is_out_of_memory(self, error):
+    def is_out_of_memory(self, error: Exception) -> bool:
         return isinstance(error, tf.errors.ResourceExhaustedError)
 
-    def _accelerators(self):
+    def _accelerators(self) -> list[str]:
         count = len(tf.config.list_logical_devices("GPU"))
         return [f"GPU:{index}" for index in range(count)]
 
-    def peak_memory_bytes(self):
+    def peak_memory_bytes(self) -> int | None:
         read = tf.config.experimental.get_memory_info
         peaks = [read(device)["peak"] for device in self._accelerators()]
         return max(peaks, default=None)
 
-    def start_trace(self, directory):
+    def start_trace(self, directory: str) -> None:
         tf.profiler.experimental.start(directory)
 
-    def stop_trace(self):
+    def stop_trace(self) -> None:
         tf.profiler.experimental.stop()
 
-    def mark_step(self, name, number):
+    def mark_step(self, name: str, number: int) -> AbstractContextManager:
         return tf.profiler.experimental.Trace(name, step_num=number, _r=1)
 
 
-def _warn_of_many_shapes(shapes):
+def _warn_of_many_shapes(shapes: str) -> None:
     warnings.warn(
         errors.MANY_SHAPES.format(shapes=shapes)
         + errors.MANY_SHAPES_XLA.format(count=XLA_SHAPES),
@@ -418,31 +491,31 @@ def _warn_of_many_shapes(shapes):
     )
 
 
-def _in_float32(gradient):
+def _in_float32(gradient: Tensor) -> Tensor:
     if gradient.dtype == tf.float32:
         return gradient
     return tf.cast(tf.convert_to_tensor(gradient), tf.float32)
 
 
-def _present(nest):
+def _present(nest: Nest) -> list[Any]:
     """List the leaves that are there."""
     return [leaf for leaf in tree.flatten(nest) if leaf is not None]
 
 
-def _stack(*leaves):
+def _stack(*leaves: Tensor) -> Tensor | None:
     return None if leaves[0] is None else tf.stack(leaves)
 
 
-def _run_eagerly(function, *arguments):
+def _run_eagerly(function: Callable[..., Any], *arguments: Nest) -> Nest:
     with outside_of_strategies():
         return function(*tree.map_structure(_to_tensor, arguments))
 
 
-def _to_tensor(leaf):
+def _to_tensor(leaf: Any) -> Tensor | None:
     return None if leaf is None else tf.convert_to_tensor(leaf)
 
 
-def _operations(graph):
+def _operations(graph: Any) -> set[str]:
     """Collect the operation types of a graph and its functions."""
     definition = graph.as_graph_def()
     nodes = list(definition.node)

@@ -96,7 +96,7 @@ class Compiled:
         function: function of whether it is traced for XLA, a bool, and of
             nests of tensors.
         jit_compile: whether XLA may compile it.
-        shapes: `XlaShapes`, for which XLA does.
+        shapes: for which XLA does.
         is_outside: whether only a part that the function compiles itself is for
             XLA.
         shares_memory: whether to compute with arrays where they are.

@@ -19,7 +19,7 @@ from accumtrainer import errors
 from accumtrainer.data.batches import map_leaves
 from accumtrainer.keras_api import keras, strategy_of, tree
 from accumtrainer.keras_api.types import Nest, Tensor, Variable
-from accumtrainer.window.replicas import Shares
+from accumtrainer.window.weighing import Shares
 
 LINGER_SECS = 1.0
 """How long a process stays when its program has ended."""

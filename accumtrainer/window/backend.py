@@ -1,0 +1,183 @@
+"""What the window algorithm asks of a backend: to differentiate, loop, branch.
+
+It is the lower part of the one interface that all backends implement; what
+runs windows adds the rest in `steps/backend.py`. Tensors are the backend's
+own, variables are Keras's, and a *nest* is made of tuples, lists and dicts,
+with `None` where a part is missing.
+"""
+
+import abc
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from accumtrainer.data.batches import Batch
+from accumtrainer.keras_api.types import Nest, Tensor, Variable
+from accumtrainer.window.weighing import Shares
+
+
+class WindowBackend(abc.ABC):
+    """The functions that windows are computed with.
+
+    Attributes:
+        replicas: how many replicas share a window out.
+    """
+
+    replicas: int
+
+    @abc.abstractmethod
+    def trace(
+        self, function: Callable[[Batch], Nest], batch: Batch
+    ) -> set[str]:
+        """Run a function on abstract tensors like a batch of arrays.
+
+        Returns:
+            The names of the operations it consists of.
+        """
+
+    @abc.abstractmethod
+    def accepts(self, is_finite: Tensor) -> Tensor:
+        """Say whether a window may be applied, which `check` may refuse.
+
+        Args:
+            is_finite: scalar, bool, whether its gradients are finite.
+
+        Returns:
+            Scalar, bool.
+        """
+
+    @abc.abstractmethod
+    def value_and_grad(
+        self,
+        objective: Callable[..., tuple[Tensor, Nest]],
+        variables: list[Variable],
+        tensors: Sequence[Tensor] = (),
+        keeps_rows: bool = False,
+    ) -> tuple[Nest, list[Tensor | None]]:
+        """Differentiate a scalar by variables, and by tensors.
+
+        Args:
+            objective: function of `tensors`; returns the scalar and a nest.
+            variables: by which to differentiate.
+            tensors: further ones.
+            keeps_rows: whether float32 gradients of embeddings may come as
+                those rows that are not zero, for `add` and `add_to`.
+
+        Returns:
+            That nest, and the gradients, `None` where unused: first by the
+            variables, then by the tensors. They are dense, repeated rows of
+            embedding gradients added up, unless `keeps_rows`.
+        """
+
+    @abc.abstractmethod
+    def add(self, total: Tensor, gradient: Tensor) -> Tensor:
+        """Return the sum, float32, of a tensor and a gradient."""
+
+    @abc.abstractmethod
+    def add_to(self, variable: Variable, gradient: Tensor) -> None:
+        """Add a gradient to a float32 variable."""
+
+    @abc.abstractmethod
+    def sum_of_squares(self, gradient: Tensor) -> Tensor:
+        """Add up the squares of a tensor, float32."""
+
+    @abc.abstractmethod
+    def apply(
+        self,
+        optimizer: Any,
+        gradients: list[Tensor | None],
+        variables: list[Variable],
+    ) -> None:
+        """Have a Keras optimizer change variables by gradients."""
+
+    @abc.abstractmethod
+    def cond(
+        self,
+        predicate: Tensor,
+        true_fn: Callable[[], None],
+        false_fn: Callable[[], None],
+    ) -> None:
+        """Run one of two functions that change variables.
+
+        The first of them is the one that does much.
+        """
+
+    @abc.abstractmethod
+    def rarely(
+        self,
+        predicate: Tensor,
+        function: Callable[[], list[Tensor]],
+        otherwise: list[Tensor],
+    ) -> list[Tensor]:
+        """Return what a function returns, or otherwise what is there.
+
+        Where the predicate does not hold, the function takes no time.
+        """
+
+    @abc.abstractmethod
+    def scan(
+        self,
+        body: Callable[[Tensor, Nest, list[Tensor]], tuple[Nest, list[Tensor]]],
+        stacked: Nest,
+        length: int | Tensor,
+        carry: Sequence[Tensor] = (),
+        dtypes: Nest = "float32",
+    ) -> tuple[Nest, list[Tensor]]:
+        """Run `body(index, item, carry)` over the first axis, in order.
+
+        Args:
+            body: function of a scalar int32, a nest of tensors, and what is
+                carried; may change variables; returns a nest of tensors of
+                fixed shapes, and what to carry on.
+            stacked: nest of tensors `[length, ...]`.
+            length: scalar int32.
+            carry: given to the first call.
+            dtypes: nest of the dtypes of what `body` returns.
+
+        Returns:
+            Pair: nest of tensors `[length, ...]`, the results in order; and
+            what the last call carries on.
+        """
+
+    @abc.abstractmethod
+    def publish(self) -> None:
+        """Make the Keras variables current, for host code that can look."""
+
+    @abc.abstractmethod
+    def read(self, variables: list[Variable]) -> list[Tensor]:
+        """Read variables that have one value for all replicas."""
+
+    @abc.abstractmethod
+    def write(self, variable: Variable, tensor: Tensor) -> None:
+        """Assign a variable, so that all replicas know its one value."""
+
+    def holding(self, variables: list[Variable]) -> AbstractContextManager:
+        """Make a scope in which variables may be read again and again."""
+        del variables
+        return contextlib.nullcontext()
+
+    @abc.abstractmethod
+    def sum_over_replicas(
+        self,
+        function: Callable[[Tensor, Shares], Nest],
+        shares: Shares,
+        *,
+        reading: list[Variable],
+        moving: Sequence[Variable] = (),
+    ) -> Nest:
+        """Run a function on every replica, and add up what they return.
+
+        What it writes to variables is forgotten.
+
+        Args:
+            function: function of the replica's index, a scalar int32, and of
+                its shares.
+            shares: tensors, those of all replicas.
+            reading: variables it only reads; others that it reads have one
+                value for all replicas.
+            moving: variables it may write to.
+
+        Returns:
+            The nest of sums.
+        """
