@@ -150,7 +150,7 @@ class Trainer(Hooks):
         arguments = resolve_compile_arguments(model, given)
         check_loss(arguments)
         backend = make_backend(model=model)
-        check_replicas(self, model, backend.replicas, run_eagerly)
+        check_replicas(self, model, backend.replicas.count, run_eagerly)
         check_memory(self.accumulation, backend, run_eagerly)
         for callback in flatten_callbacks(callbacks):
             check_callback(callback)
@@ -297,12 +297,12 @@ class Trainer(Hooks):
     @property
     def replicas(self) -> int:
         """How many replicas of the model share an update out."""
-        return self._engine.replicas
+        return self._engine.replicas.count
 
     @property
     def is_chief(self) -> bool:
         """Whether this process is the one that writes; a single one is."""
-        return self._engine.is_chief
+        return self._engine.replicas.is_chief
 
     @property
     def plan(self) -> Plan | None:
@@ -453,7 +453,7 @@ class Trainer(Hooks):
                 steps=steps_per_epoch,
                 epochs_before=epochs_before,
             ),
-            self._engine,
+            self._engine.replicas,
             first=overfit_batches,
             must_end=not options.may_end_amid_epoch,
         )

@@ -31,7 +31,7 @@ class Processes(Protocol):
 
     Attributes:
         processes: how many there are.
-        replicas: on how many devices, of all of them.
+        count: on how many devices, of all of them.
         is_chief: whether this is the one that writes.
     """
 
@@ -39,7 +39,7 @@ class Processes(Protocol):
     def processes(self) -> int: ...
 
     @property
-    def replicas(self) -> int: ...
+    def count(self) -> int: ...
 
     @property
     def is_chief(self) -> bool: ...
@@ -64,7 +64,7 @@ class ShareSource(Source):
         self._source = source
         self._is_chief = processes.is_chief
         self._agreement = Agreement(processes.gather)
-        self._devices = processes.replicas // processes.processes
+        self._devices = processes.count // processes.processes
         self._epoch = self._taken = 0
         self.processes = processes.processes
         self.batches_per_epoch = source.batches_per_epoch

@@ -8,17 +8,14 @@ part is missing.
 """
 
 import abc
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
-from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
 from accumtrainer.window.backend import WindowBackend
-from accumtrainer.window.weighing import Shares
 
 
 class HasVariables(Protocol):
@@ -43,18 +40,10 @@ class Compiled(Protocol):
 
 
 class Backend(WindowBackend):
-    """The functions of a backend: those of `WindowBackend`, and these.
-
-    Attributes:
-        processes: how many processes they are in.
-        is_chief: whether this is the process that writes.
-    """
+    """The functions of a backend: those of `WindowBackend`, and these."""
 
     name: ClassVar[str]
     """As in `KERAS_BACKEND`."""
-
-    processes: int
-    is_chief: bool
 
     predicts_memory: ClassVar[bool]
     """Whether compiled functions know how much memory they take."""
@@ -224,33 +213,6 @@ class Backend(WindowBackend):
             Bytes: the variables, and what was needed beside them.
         """
         raise AssertionError(f"{self.name} predicts memory: {run}, {variables}")
-
-    # Several replicas.
-
-    @abc.abstractmethod
-    def gather(self, numbers: Sequence[float]) -> np.ndarray:
-        """Let every process know n numbers of all.
-
-        Returns:
-            `[processes, n]`, float32, the chief's first.
-        """
-
-    def scope(self) -> AbstractContextManager:
-        """Make a scope in which variables have a copy on every replica."""
-        return contextlib.nullcontext()
-
-    @abc.abstractmethod
-    def place(self, shares: Shares, *, is_own: bool = False) -> Shares:
-        """Put the rows of a window where their replicas are.
-
-        Args:
-            shares: arrays, those of all replicas.
-            is_own: whether they are those of this process's replicas alone.
-        """
-
-    def spread(self, batch: Batch) -> Batch:
-        """Put the rows of a batch on several devices, if that can be."""
-        return batch
 
     # Inside `Model.fit`.
 

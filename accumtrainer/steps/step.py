@@ -59,7 +59,7 @@ class Step:
         Raises:
             DataError: see `Backend.check`.
         """
-        if self._backend.replicas > 1 or self._is_fused(window):
+        if self._backend.replicas.count > 1 or self._is_fused(window):
             function, argument, join = self._whole(window)
             packed, rows = function(argument)
             report = Report(packed, rows, **join)
@@ -141,7 +141,7 @@ class Step:
             return backend.measure_peak(
                 lambda: self.gradients(window), program.variables.all_variables
             )
-        if backend.replicas > 1 or self._is_fused(window):
+        if backend.replicas.count > 1 or self._is_fused(window):
             function, argument, _ = self._whole(window)
             return function.peak_bytes(argument)
         function, (call,), _ = self._stream(window, window.split()[:1])
@@ -168,10 +168,10 @@ class Step:
         run_whole: Callable[[Any], Outcome] = program.run_window
         argument: Nest = window.stacked
         join: dict[str, Any] = {}
-        if replicas > 1:
-            shares, indices = share_out(window, replicas)
+        if replicas.count > 1:
+            shares, indices = share_out(window, replicas.count)
             is_own = window.processes > 1
-            argument = self._backend.place(shares, is_own=is_own)
+            argument = replicas.place(shares, is_own=is_own)
             run_whole = program.run_shares
             losses = program.survey.losses
             join["join"] = functools.partial(
@@ -306,7 +306,7 @@ class EvaluationStep:
     def predict(self, batch: Batch) -> Nest:
         """Compute the predictions of a batch."""
         self._program.build_model(batch)
-        return self._predict_batch(self._backend.spread(batch))
+        return self._predict_batch(self._backend.replicas.spread(batch))
 
     def run(self, batch: Batch, loader_samples: int, *, is_first: bool) -> None:
         """Add a batch to the evaluation, or begin one with it.
@@ -322,7 +322,7 @@ class EvaluationStep:
             self._program.start()
         # An array of the host is everywhere, wherever the batch is.
         samples = np.asarray(loader_samples, "float32")
-        self._run_batch(self._backend.spread(batch), samples)
+        self._run_batch(self._backend.replicas.spread(batch), samples)
 
     def results(self) -> dict[str, Any]:
         """Read the evaluation so far, numbers by name."""

@@ -237,10 +237,10 @@ def check_loss(arguments):
 def draw_seed(backend):
     """Draw a seed, the same in all processes."""
     seed = int(np.random.SeedSequence().generate_state(1)[0])
-    if backend.processes == 1:
+    if backend.replicas.processes == 1:
         return seed
     # In two parts, which float32 holds exactly.
-    high, low = backend.gather([seed >> 16, seed & 0xFFFF])[0]
+    high, low = backend.replicas.gather([seed >> 16, seed & 0xFFFF])[0]
     return int(high) << 16 | int(low)
 
 

@@ -51,6 +51,7 @@ class Engine:
 
     Attributes:
         counting: `Counting` of what has run.
+        replicas: `Replicas` that share windows out.
         last_window: `Window` that was run last, `None` before the first.
         data_seconds: seconds spent so far on waiting for windows.
     """
@@ -76,6 +77,7 @@ class Engine:
             model=self._model,
             compiles_all_shapes=jit_compile is True,
         )
+        self.replicas = self._backend.replicas
         self._window_parts = WindowParts(
             hooks=hooks,
             state=state,
@@ -100,32 +102,6 @@ class Engine:
         is_built = self._model.built
         self._trainable = Trainable(self._model) if is_built else None
         self._compiled = list(self._model.metrics)
-
-    @property
-    def replicas(self):
-        """How many replicas share a window out."""
-        return self._backend.replicas
-
-    @property
-    def processes(self):
-        """How many processes the replicas are in."""
-        return self._backend.processes
-
-    @property
-    def is_chief(self):
-        """Whether this is the process that writes."""
-        return self._backend.is_chief
-
-    def gather(self, numbers):
-        """Let every process know some numbers of all.
-
-        Args:
-            numbers: list of n numbers.
-
-        Returns:
-            Array `[processes, n]`, float32, the chief's first.
-        """
-        return self._backend.gather(numbers)
 
     @property
     def rows_per_pass(self):
@@ -193,7 +169,7 @@ class Engine:
         """
         micro_batch = window.split()[0]
         is_first = self._program is None
-        with self._backend.scope():
+        with self.replicas.scope():
             if is_first:
                 jit_compile = compile_option(
                     micro_batch,
@@ -242,7 +218,7 @@ class Engine:
             return
 
         def find_trials():
-            if self.replicas > 1:
+            if self.replicas.count > 1:
                 return []
             self.publish()
             return self._trials().judge_losses(window)
@@ -281,7 +257,7 @@ class Engine:
         return make_memory_plan(
             window,
             sizes,
-            replicas=self.replicas,
+            replicas=self.replicas.count,
             predict=self._step.peak_bytes,
         )
 
@@ -404,7 +380,7 @@ class Engine:
         if not model.built:
             raise ValueError(errors.NOT_BUILT.format(model=model.name))
         if not optimizer.built:
-            with self._backend.scope():
+            with self.replicas.scope():
                 optimizer.build(model.trainable_variables)
         return {
             "model": [
@@ -431,7 +407,7 @@ class Engine:
         Returns:
             `Report`.
         """
-        if window.micro_batches > 1 or self.replicas > 1:
+        if window.micro_batches > 1 or self.replicas.count > 1:
             self._check_bare_losses(window)
         report = None
         while report is None:
@@ -487,9 +463,11 @@ class Engine:
 
     def inspect(self, window):
         """Run a window again without effect; see `Trainer.inspect`."""
-        if self.processes > 1:
+        if self.replicas.processes > 1:
             raise RuntimeError(
-                errors.INSPECTION_OF_PROCESSES.format(processes=self.processes)
+                errors.INSPECTION_OF_PROCESSES.format(
+                    processes=self.replicas.processes
+                )
             )
         self.publish()
         loss_scale = 1.0
@@ -532,6 +510,6 @@ class Engine:
         """Whether windows of more than one micro-batch are to be expected."""
         steps = self._hooks.accumulation.steps
         # Whatever fits now may have to be cut later.
-        if self.replicas > 1 or self._sizing.may_cut:
+        if self.replicas.count > 1 or self._sizing.may_cut:
             return True
         return window.micro_batches > 1 if steps is None else steps != 1

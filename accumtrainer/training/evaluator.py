@@ -67,7 +67,7 @@ class Evaluator:
         is_first = True
         model = self._model
         model.stop_evaluating = False
-        items = items_of_all(source, self._backend)
+        items = items_of_all(source, self._backend.replicas)
         with dispatcher.testing(), self._published_at_the_end():
             for index, item in enumerate(items):
                 dispatcher.call("on_test_batch_begin", index, {})
@@ -88,11 +88,11 @@ class Evaluator:
 
     def _evaluate_by_model(self, source, dispatcher, rest):
         """Evaluate as Keras does, since the model has its own way for it."""
-        if self._backend.processes > 1:
+        if self._backend.replicas.processes > 1:
             raise ValueError(
                 errors.MODEL_WITH_OWN_TEST_STEP.format(
                     model=type(self._model).__name__,
-                    processes=self._backend.processes,
+                    processes=self._backend.replicas.processes,
                 )
             )
         check_own_evaluation()
@@ -119,7 +119,7 @@ class Evaluator:
         outputs = []
         model = self._model
         model.stop_predicting = False
-        items = items_of_all(source, self._backend)
+        items = items_of_all(source, self._backend.replicas)
         with dispatcher.predicting(), self._published_at_the_end():
             for index, item in enumerate(items):
                 dispatcher.call("on_predict_batch_begin", index, {})
@@ -172,9 +172,9 @@ class Evaluator:
 
         Otherwise one could stop while others wait for it.
         """
-        if self._backend.processes == 1:
+        if self._backend.replicas.processes == 1:
             return flag
-        return self._backend.gather([bool(flag)]).any()
+        return self._backend.replicas.gather([bool(flag)]).any()
 
     @contextlib.contextmanager
     def _published_at_the_end(self):

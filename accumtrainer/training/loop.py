@@ -53,7 +53,7 @@ class FitLoop:
                 for callback in dispatcher.callbacks
                 for name in getattr(callback, "signals", ())
             },
-            is_agreed=engine.processes > 1,
+            is_agreed=engine.replicas.processes > 1,
         )
         self._agreed_seconds = 0.0
         self._saved = saved
@@ -243,7 +243,7 @@ class FitLoop:
         return describe(
             first,
             trainer.plan,
-            replicas=self._engine.replicas,
+            replicas=self._engine.replicas.count,
             updates=updates_in_epoch(self._source, trainer.accumulation, epoch),
         )
 
@@ -313,7 +313,7 @@ class FitLoop:
 
         Processes go by the chief's clock, as it was when they last agreed.
         """
-        if self._engine.processes > 1:
+        if self._engine.replicas.processes > 1:
             return self._agreed_seconds
         return self._own_seconds()
 
@@ -325,10 +325,10 @@ class FitLoop:
 
         Otherwise one could stop while others wait for it.
         """
-        if self._engine.processes == 1:
+        if self._engine.replicas.processes == 1:
             return
         model = self._trainer.model
-        seconds, stops, signals = self._engine.gather(
+        seconds, stops, signals = self._engine.replicas.gather(
             [
                 self._own_seconds(),
                 bool(model.stop_training),

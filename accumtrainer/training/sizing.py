@@ -30,7 +30,9 @@ def make_sizing(accumulation, backend):
     """
     size = accumulation.micro_batch_size
     if size != "auto":
-        return GivenSize(None if size is None else size * backend.replicas)
+        return GivenSize(
+            None if size is None else size * backend.replicas.count
+        )
     limit_bytes = accumulation.memory_limit_bytes
     if limit_bytes is None:
         limit_bytes = backend.memory_limit_bytes()
@@ -95,7 +97,7 @@ class AutoSize:
     @property
     def rows_per_pass(self):
         """Samples that all replicas together run at a time."""
-        return (self._size or ANY_SIZE) * self._backend.replicas
+        return (self._size or ANY_SIZE) * self._backend.replicas.count
 
     def choose(self, window, step):
         """Choose the largest micro-batches that are predicted to fit.
@@ -108,11 +110,11 @@ class AutoSize:
             sizes_of(self._samples_per_replica(window)),
             self._limit_bytes,
             lambda size: step.peak_bytes(
-                window.recut(size * self._backend.replicas)
+                window.recut(size * self._backend.replicas.count)
             ),
         )
-        if self._backend.processes > 1:
-            size = int(self._backend.gather([size])[:, 0].min())
+        if self._backend.replicas.processes > 1:
+            size = int(self._backend.replicas.gather([size])[:, 0].min())
         self._size = size
 
     def cut(self, window):
@@ -139,7 +141,7 @@ class AutoSize:
         try:
             yield _having_run
         except Exception as error:
-            is_last = self._size == 1 or self._backend.processes > 1
+            is_last = self._size == 1 or self._backend.replicas.processes > 1
             if is_last or not self._backend.is_out_of_memory(error):
                 raise
             self._backend.forget()
@@ -162,7 +164,7 @@ class AutoSize:
         )
 
     def _samples_per_replica(self, window):
-        return -(-window.samples // self._backend.replicas)
+        return -(-window.samples // self._backend.replicas.count)
 
     def complete(self, plan):
         """Return a `Plan` with what was chosen here."""

@@ -12,19 +12,76 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
+
 from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api.types import Nest, Tensor, Variable
 from accumtrainer.window.weighing import Shares
+
+
+class Replicas:
+    """Who runs a share of each window: here one device, in one process.
+
+    A backend that knows of several has a class of its own.
+
+    Attributes:
+        count: how many there are.
+        processes: how many processes they are in.
+        is_chief: whether this is the process that writes.
+    """
+
+    count: int = 1
+    processes: int = 1
+    is_chief: bool = True
+
+    def gather(self, numbers: Sequence[float]) -> np.ndarray:
+        """Let every process know n numbers of all.
+
+        Returns:
+            `[processes, n]`, float32, the chief's first.
+        """
+        return np.asarray([numbers], "float32")
+
+    def scope(self) -> AbstractContextManager:
+        """Make a scope in which variables have a copy on every replica."""
+        return contextlib.nullcontext()
+
+    def place(self, shares: Shares, *, is_own: bool = False) -> Shares:
+        """Put the rows of a window where their replicas are.
+
+        Args:
+            shares: arrays, those of all replicas.
+            is_own: whether they are those of this process's replicas alone.
+        """
+        del is_own
+        return shares
+
+    def spread(self, batch: Batch) -> Batch:
+        """Put the rows of a batch on several devices, if that can be."""
+        return batch
+
+    def read(self, variables: Sequence[Variable]) -> list[Tensor]:
+        """Read variables that have one value for all replicas."""
+        return [variable.value for variable in variables]
+
+    def write(self, variable: Variable, tensor: Tensor) -> None:
+        """Assign a variable, so that all replicas know its one value."""
+        variable.assign(tensor)
+
+    def holding(self, variables: Sequence[Variable]) -> AbstractContextManager:
+        """Make a scope in which variables may be read again and again."""
+        del variables
+        return contextlib.nullcontext()
 
 
 class WindowBackend(abc.ABC):
     """The functions that windows are computed with.
 
     Attributes:
-        replicas: how many replicas share a window out.
+        replicas: who shares a window out.
     """
 
-    replicas: int
+    replicas: Replicas
 
     @abc.abstractmethod
     def trace(
@@ -143,19 +200,6 @@ class WindowBackend(abc.ABC):
     @abc.abstractmethod
     def publish(self) -> None:
         """Make the Keras variables current, for host code that can look."""
-
-    @abc.abstractmethod
-    def read(self, variables: list[Variable]) -> list[Tensor]:
-        """Read variables that have one value for all replicas."""
-
-    @abc.abstractmethod
-    def write(self, variable: Variable, tensor: Tensor) -> None:
-        """Assign a variable, so that all replicas know its one value."""
-
-    def holding(self, variables: list[Variable]) -> AbstractContextManager:
-        """Make a scope in which variables may be read again and again."""
-        del variables
-        return contextlib.nullcontext()
 
     @abc.abstractmethod
     def sum_over_replicas(

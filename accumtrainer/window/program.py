@@ -209,7 +209,7 @@ class WindowProgram:
             that `share_out` has made, added up over all replicas that count
             it, see `join_parts`.
         """
-        share, is_even = share_of(shares, self._backend.replicas)
+        share, is_even = share_of(shares, self._backend.replicas.count)
         weighing = self._weighing(is_even=is_even)
         share = share._replace(weighing=weighing)
         if weighing.needs_totals:

@@ -208,7 +208,7 @@ class SharedWindow:
             )
             for position in overwritten:
                 sums[position] = in_row(
-                    sums[position], replica, self._backend.replicas
+                    sums[position], replica, self._backend.replicas.count
                 )
             return sums, rows, merger.changes(before, replica)
 
@@ -333,7 +333,6 @@ class Merger:
         self._rules = list(
             {id(v): (v, rule) for v, rule in reversed(rules)}.values()
         )
-        self._backend = backend
         self._replicas = backend.replicas
 
     @property
@@ -392,10 +391,10 @@ class Merger:
             change = ops.where(
                 ops.equal(new, old), ops.zeros_like(new), new - old
             )
-            return change if rule == "sum" else change / self._replicas
+            return change if rule == "sum" else change / self._replicas.count
         if rule == "first":
             return ops.where(ops.equal(replica, 0), new, ops.zeros_like(new))
-        return in_row(new, replica, self._replicas)
+        return in_row(new, replica, self._replicas.count)
 
     def take_in(self, summed: list[Tensor]) -> dict[int, Tensor]:
         """Assign what all replicas did together.
@@ -413,11 +412,11 @@ class Merger:
                 rows[id(variable)] = total
                 continue
             if rule in ("sum", "mean"):
-                (before,) = self._backend.read([variable])
+                (before,) = self._replicas.read([variable])
                 total = before + total
             elif rule in EXTREMES:
                 total = EXTREMES[rule][2](total, axis=0)
-            self._backend.write(variable, total)
+            self._replicas.write(variable, total)
         return rows
 
 

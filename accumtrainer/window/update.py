@@ -299,7 +299,7 @@ class Update:
             parts = [part, *(self._epoch_so_far(*other) for other in others)]
             losses, means, loss = joined(parts)
         model = self._parts.model
-        with self._backend.holding(metric_variables(model)):
+        with self._backend.replicas.holding(metric_variables(model)):
             found = results(model, losses, loss, means, survey.idle_metrics)
         return found | epoch.values()
 

@@ -244,7 +244,7 @@ class WindowVariables:
         if they are emptied first, and put back to what they were last: nobody
         needs these variables then.
         """
-        before = self._backend.read(self.window.variables)
+        before = self._backend.replicas.read(self.window.variables)
         self.window.clear()
         yield
         for variable, value in zip(self.window.variables, before, strict=True):
@@ -278,7 +278,7 @@ class WindowVariables:
             is_first: scalar, bool, whether the window begins here; without
                 it, it does.
         """
-        values = self._backend.read(self._kept)
+        values = self._backend.replicas.read(self._kept)
         for value, start in zip(values, self.start, strict=True):
             if is_first is not None:
                 value = ops.where(is_first, value, start.value)
@@ -287,13 +287,13 @@ class WindowVariables:
     def put_back(self) -> None:
         """Put everything back as the window's start has found it."""
         for variable, start in zip(self._kept, self.start, strict=True):
-            self._backend.write(variable, start.value)
+            self._backend.replicas.write(variable, start.value)
 
     def undo(self) -> None:
         """Put back what a skipped window changed; what is random stays."""
         for variable, start in zip(self._kept, self.start, strict=True):
             if not is_random_state(variable):
-                self._backend.write(variable, start.value)
+                self._backend.replicas.write(variable, start.value)
 
 
 def _filled_with(value: float) -> Callable[..., Tensor]:

@@ -556,7 +556,7 @@ def share_of(source, *, is_chief):
     """Make the source of one of two processes, the other doing the same."""
     engine = types.SimpleNamespace(
         processes=2,
-        replicas=4,
+        count=4,
         is_chief=is_chief,
         gather=lambda numbers: np.array([numbers, numbers]),
     )

@@ -54,10 +54,7 @@ class JaxBackend(Backend):
 
     def __init__(self, *, run_eagerly: bool = False, distribution: Any = None):
         self._run_eagerly = run_eagerly
-        self._devices = JaxReplicas(distribution)
-        self.replicas = self._devices.count
-        self.processes = self._devices.processes
-        self.is_chief = self._devices.is_chief
+        self.replicas: JaxReplicas = JaxReplicas(distribution)
         self._holders: dict[int, Holder] = {}
         self._active: Holder | None = None
         self._has_warned = False
@@ -129,21 +126,6 @@ class JaxBackend(Backend):
             holder.arrays = None
         self._active = None
 
-    def gather(self, numbers: Sequence[float]) -> np.ndarray:
-        return self._devices.gather(numbers)
-
-    def place(self, shares: Shares, *, is_own: bool = False) -> Shares:
-        return self._devices.place(shares, is_own=is_own)
-
-    def spread(self, batch: Batch) -> Batch:
-        return self._devices.spread(batch)
-
-    def read(self, variables: list[Variable]) -> list[Tensor]:
-        return [variable.value for variable in variables]
-
-    def write(self, variable: Variable, tensor: Tensor) -> None:
-        variable.assign(tensor)
-
     def sum_over_replicas(
         self,
         function: Callable[[Tensor, Shares], Nest],
@@ -153,7 +135,7 @@ class JaxBackend(Backend):
         moving: Sequence[Variable] = (),
     ) -> Nest:
         del reading, moving  # all variables are known here
-        return self._devices.sum(function, shares, self._traced)
+        return self.replicas.sum(function, shares, self._traced)
 
     @contextlib.contextmanager
     def with_float64(self) -> Iterator[None]:
@@ -344,7 +326,7 @@ class JaxBackend(Backend):
 
     def _holder_of(self, program: HasVariables) -> Holder:
         return self._holders.setdefault(
-            id(program), Holder(program, self._devices)
+            id(program), Holder(program, self.replicas)
         )
 
     def _activate(self, holder: Holder) -> None:

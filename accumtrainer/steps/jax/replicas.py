@@ -20,6 +20,7 @@ from accumtrainer import errors
 from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api.types import Nest, Tensor, Variable
 from accumtrainer.steps.jax.programs import scope_of
+from accumtrainer.window.backend import Replicas
 from accumtrainer.window.weighing import Shares
 
 # Up to how many numbers an array is exchanged together with others. Joining
@@ -27,17 +28,14 @@ from accumtrainer.window.weighing import Shares
 LARGEST_JOINED = 2**20
 
 
-class JaxReplicas:
-    """The replicas that share windows out.
+class JaxReplicas(Replicas):
+    """The replicas of a distribution.
 
     Args:
         distribution: `keras.distribution.Distribution`, or `None` to use one
             device.
 
     Attributes:
-        count: int, how many there are.
-        processes: int, how many processes they are in.
-        is_chief: bool, whether this is the process that writes.
         everywhere: sharding of what every replica has a copy of, `None` where
             there is one device.
     """
@@ -46,7 +44,6 @@ class JaxReplicas:
         self._mesh: Any = None
         self._axis: Any = None
         self.everywhere: Any = None
-        self.count = self.processes = 1
         if distribution is not None:
             self._mesh = distribution.device_mesh.backend_mesh
             self._axis = distribution.batch_dim_name
@@ -56,26 +53,10 @@ class JaxReplicas:
         self.is_chief = self.processes == 1 or jax.process_index() == 0
 
     def gather(self, numbers: Sequence[float]) -> np.ndarray:
-        """Let every process know some numbers of all.
-
-        Args:
-            numbers: list of n numbers.
-
-        Returns:
-            Array `[processes, n]`, float32, the chief's first.
-        """
         return multihost_utils.process_allgather(np.asarray(numbers, "float32"))
 
     def place(self, shares: Shares, *, is_own: bool = False) -> Shares:
-        """Put the rows of a window where their replicas are.
-
-        Args:
-            shares: `Shares` of arrays.
-            is_own: whether each process has the rows of its own replicas,
-                not those of all.
-
-        Returns:
-            `Shares` of arrays of the whole mesh.
+        """Make arrays of the whole mesh; see `Replicas`.
 
         Raises:
             ValueError: `is_own`, and a replica is in several processes.
@@ -88,14 +69,6 @@ class JaxReplicas:
         )
 
     def spread(self, batch: Batch) -> Batch:
-        """Put the rows of a batch on several devices, if that can be.
-
-        Args:
-            batch: `Batch` of arrays `[m, ...]`.
-
-        Returns:
-            The same, whatever computes with it.
-        """
         sizes = {len(leaf) for leaf in jax.tree.leaves(batch)}
         if self.count == 1 or any(n % self.count for n in sizes):
             return batch

@@ -67,10 +67,7 @@ class TensorFlowBackend(Backend):
         compiles_all_shapes: bool = False,
     ):
         self._run_eagerly = run_eagerly
-        self._devices = TensorFlowReplicas(strategy)
-        self.replicas = self._devices.count
-        self.processes = self._devices.processes
-        self.is_chief = self._devices.is_chief
+        self.replicas: TensorFlowReplicas = TensorFlowReplicas(strategy)
         self._xla_shapes = XlaShapes(
             None if compiles_all_shapes else XLA_SHAPES, _warn_of_many_shapes
         )
@@ -111,7 +108,7 @@ class TensorFlowBackend(Backend):
     def trace(
         self, function: Callable[[Batch], Nest], batch: Batch
     ) -> set[str]:
-        with self.scope():
+        with self.replicas.scope():
             if self._run_eagerly:
                 function(tree.map_structure(_to_tensor, batch))
                 return set()
@@ -130,7 +127,7 @@ class TensorFlowBackend(Backend):
         if self._run_eagerly:
             return functools.partial(_run_eagerly, function)
         # XLA compiles what a replica runs, see `TensorFlowReplicas.sum`.
-        is_outside = self.replicas > 1
+        is_outside = self.replicas.count > 1
 
         def traced(uses_xla: bool, *arguments: Nest) -> Nest:
             self._jit_compile = uses_xla
@@ -156,24 +153,6 @@ class TensorFlowBackend(Backend):
         if isinstance(function, Compiled):
             function.expect(calls)
 
-    def gather(self, numbers: Sequence[float]) -> np.ndarray:
-        return self._devices.gather(numbers)
-
-    def scope(self) -> AbstractContextManager:
-        return self._devices.scope()
-
-    def place(self, shares: Shares, *, is_own: bool = False) -> Shares:
-        return shares if is_own else self._devices.own(shares)
-
-    def read(self, variables: list[Variable]) -> list[Tensor]:
-        return [self._devices.read(variable) for variable in variables]
-
-    def write(self, variable: Variable, tensor: Tensor) -> None:
-        self._devices.write(variable, tensor)
-
-    def holding(self, variables: list[Variable]) -> AbstractContextManager:
-        return self._devices.holding(variables)
-
     def sum_over_replicas(
         self,
         function: Callable[[Tensor, Shares], Nest],
@@ -182,7 +161,7 @@ class TensorFlowBackend(Backend):
         reading: list[Variable],
         moving: Sequence[Variable] = (),
     ) -> Nest:
-        return self._devices.sum(
+        return self.replicas.sum(
             function,
             shares,
             reading=reading,
@@ -397,7 +376,7 @@ class TensorFlowBackend(Backend):
                 results.append(result)
             return tree.map_structure(_stack, *results), carried
 
-        moving = self._devices.moving
+        moving = self.replicas.moving
 
         def step(
             index: Tensor,
@@ -405,7 +384,7 @@ class TensorFlowBackend(Backend):
             values: list[Tensor],
             carried: list[Tensor],
         ) -> tuple:
-            with self._devices.scope_of(values):
+            with self.replicas.scope_of(values):
                 result, carried = body(index, take(index), carried)
                 values = [variable.value for variable in moving]
             arrays = [

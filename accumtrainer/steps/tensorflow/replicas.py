@@ -19,22 +19,20 @@ from accumtrainer import errors
 from accumtrainer.data.batches import map_leaves
 from accumtrainer.keras_api import keras, strategy_of, tree
 from accumtrainer.keras_api.types import Nest, Tensor, Variable
+from accumtrainer.window.backend import Replicas
 from accumtrainer.window.weighing import Shares
 
 LINGER_SECS = 1.0
 """How long a process stays when its program has ended."""
 
 
-class TensorFlowReplicas:
-    """The replicas that share windows out.
+class TensorFlowReplicas(Replicas):
+    """The replicas of a strategy.
 
     Args:
         strategy: `tf.distribute.Strategy`, or `None` to use one device.
 
     Attributes:
-        count: int, how many there are.
-        processes: int, how many processes they are in.
-        is_chief: bool, whether this is the process that writes.
         moving: list of the Keras variables that loops have to carry, since
             they are no variables while a replica runs.
     """
@@ -54,14 +52,6 @@ class TensorFlowReplicas:
         self.moving: list[Variable] = []
 
     def gather(self, numbers: Sequence[float]) -> np.ndarray:
-        """Let every process know some numbers of all.
-
-        Args:
-            numbers: list of n numbers.
-
-        Returns:
-            Array `[processes, n]`, float32, the chief's first.
-        """
         rows = np.zeros([self.processes, len(numbers)], "float32")
         rows[self._index] = numbers
         # Each of the process's own replicas adds the same.
@@ -78,16 +68,8 @@ class TensorFlowReplicas:
         signature = [tf.TensorSpec([self.processes, None])]
         return tf.function(add_up, autograph=False, input_signature=signature)
 
-    def own(self, shares: Shares) -> Shares:
-        """Take the rows that this process's replicas run.
-
-        Args:
-            shares: `Shares` of arrays of all replicas.
-
-        Returns:
-            `Shares` of arrays.
-        """
-        if self.processes == 1:
+    def place(self, shares: Shares, *, is_own: bool = False) -> Shares:
+        if is_own or self.processes == 1:
             return shares
 
         def take(leaf: Any) -> Tensor:
@@ -97,21 +79,10 @@ class TensorFlowReplicas:
         split = tuple(map_leaves(take, batch) for batch in shares.split)
         return shares._replace(split=split)
 
-    def read(self, variable: Variable) -> Tensor:
-        """Read a variable that has one value for all replicas.
-
-        The variables of Keras's metrics are in parts, which whoever reads them
-        has the replicas add up. Between updates all parts are equal, as
-        TensorFlow and `write` leave them, and one tells what all are.
-        """
-        value = variable.value
-        if not _is_in_parts(value):
-            return tf.convert_to_tensor(value)
-        part = strategy_of(value).experimental_local_results(value)[0]
-        return part * _parts_of(value, part.dtype)
+    def read(self, variables: Sequence[Variable]) -> list[Tensor]:
+        return list(map(_read, variables))
 
     def write(self, variable: Variable, tensor: Tensor) -> None:
-        """Assign a variable, so that all replicas know its one value."""
         value = variable.value
         if not _is_in_parts(value):
             variable.assign(tensor)
@@ -121,15 +92,15 @@ class TensorFlowReplicas:
             # To read it, as `assign` does otherwise, is an exchange.
             copy.assign(tf.cast(part, copy.dtype), read_value=False)
 
-    def holding(self, variables: list[Variable]) -> AbstractContextManager:
-        """Make a scope in which those in parts are read without exchanges."""
+    def holding(self, variables: Sequence[Variable]) -> AbstractContextManager:
+        # Those in parts are read by an exchange otherwise, each time.
         in_parts = [v for v in variables if _is_in_parts(v.value)]
         if not in_parts:
             return contextlib.nullcontext()
-        return keras.StatelessScope([(v, self.read(v)) for v in in_parts])
+        return keras.StatelessScope([(v, _read(v)) for v in in_parts])
 
     def scope(self) -> AbstractContextManager:
-        """Make a scope in which variables have a copy on every replica.
+        """Make the strategy's scope, or that of no strategy.
 
         Raises:
             ValueError: the caller is in the scope of another strategy, which
@@ -206,8 +177,8 @@ class TensorFlowReplicas:
             ]
             return program(replica, shares._replace(split=split), read, moved)
 
-        read_once = [self.read(v) for v in reading]
-        moved = [self.read(v) for v in moving]
+        read_once = self.read(reading)
+        moved = self.read(moving)
         split = tree.map_structure(
             lambda leaf: _share_of(leaf, 0, size), shares.split
         )
@@ -270,6 +241,20 @@ def _members(strategy: Any) -> list[tuple[str, Any]]:
         if cluster and job in cluster.jobs
         for index in cluster.task_indices(job)
     ]
+
+
+def _read(variable: Variable) -> Tensor:
+    """Read a variable that has one value for all replicas.
+
+    The variables of Keras's metrics are in parts, which whoever reads them
+    has the replicas add up. Between updates all parts are equal, as
+    TensorFlow and `write` leave them, and one tells what all are.
+    """
+    value = variable.value
+    if not _is_in_parts(value):
+        return tf.convert_to_tensor(value)
+    part = strategy_of(value).experimental_local_results(value)[0]
+    return part * _parts_of(value, part.dtype)
 
 
 def _is_in_parts(value: Any) -> bool:
