@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 import random
+import re
 
 from fuzz.arguments import (
     draw_compile_arguments,
@@ -80,6 +81,9 @@ LAST = """
 if __name__ == "__main__":
     print("\\n".join(found) or "They agree.")
 """
+
+SPOILT = "mse|MeanSquared|log_cosh|LogCosh|cosine|Cosine"
+"""Losses whose gradient is NaN where a label is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,15 +186,17 @@ def plan_of(backend, which, has_hook, model, targets, arguments, batches):
     has_loss = "loss=" in arguments
     # Keras would look for the class of a list, not of what is in it.
     may_weigh = model.structure == "{0}" and targets[0].has_classes
-    # A gradient is finite where no loss looks at what is not. The largest of
-    # numbers and NaN is a number on some devices.
-    may_spoil = "normal" in batches and "Max" not in model.text
+    # Only there labels that are NaN make every gradient of a loss NaN.
+    may_spoil = any(
+        "normal" in target.data and re.search(SPOILT, target.loss)
+        for target in targets
+    )
     return Plan(
         backend=backend,
         which=which,
         has_hook=has_hook,
         may_weigh_classes=may_weigh and "weights" not in batches and has_loss,
-        may_spoil=may_spoil and has_loss and "None" not in arguments,
+        may_spoil=may_spoil and has_loss,
         may_be_dataset="[" not in model.structure + model.input_structure,
         may_be_eager="float8" not in model.features,
     )

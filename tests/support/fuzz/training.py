@@ -75,7 +75,7 @@ def draw_training(draw, model, plan):
             # Within a fit every batch must have the same parts.
             drawn.draw_extras(1 if plan.which == "batch" else 99)
     can_spoil = plan.may_spoil and plan.which not in ("sizes", "batch")
-    if can_spoil and draw.random() < 0.25:
+    if can_spoil and draw.random() < 0.5:
         drawn.spoil(k)
     class_weight = None
     if plan.may_weigh_classes and plan.which != "batch":
