@@ -118,12 +118,12 @@ def draw_model(draw, allowed):
         vector = take_extra(drawer, vector)
     for _ in range(draw.randint(0, 1)):
         vector = vectors.extend(drawer, vector)
+    sources = [vector, vector]
+    sources += [tensor for each in encoded for tensor in each[:-1]]
     if allowed.only_layers_add_losses:
+        # A functional model has only what lies on the way to its outputs.
         call = vectors.adds_loss(drawer)
-        vector = drawer.apply(call, vector.name, "vector", vector.width)
-    sources = [vector, vector] + [
-        tensor for each in encoded for tensor in each[:-1]
-    ]
+        sources = [drawer.apply(call, vector.name, "vector", vector.width)]
     outputs = draw_heads(drawer, sources, draw.choice([1, 1, 1, 1, 2, 2, 3]))
     return finish(drawer, kind, inputs, outputs, allowed, has_extra)
 

@@ -136,6 +136,9 @@ def train_by_keras(noise=0.0):
     model = {prepare}(make_model())
     initial[:] = model.get_weights()
     optimizer = with_dense_gradients(make_optimizer(), noise)
+    # Built in a traced step, as `fit` does it on TensorFlow, ScheduleFreeAdamW
+    # of Keras 3.15 takes all weights for zeros.
+    optimizer.build(model.trainable_variables)
     model.compile(optimizer, {plain_options} **compile_arguments())
     outcome = train_plainly(
         model,
