@@ -143,13 +143,15 @@ class Trainer(Hooks):
             "metrics": metrics,
             "weighted_metrics": weighted_metrics,
         }
-        if compiles_itself(model):
-            optimizer, given = compile_by_itself(model, optimizer, given)
-        self.optimizer, carried = resolve_optimizer(model, optimizer)
+        backend = make_backend(model=model)
+        with backend.replicas.scope():
+            # An optimizer that is made here is where the model's weights are.
+            if compiles_itself(model):
+                optimizer, given = compile_by_itself(model, optimizer, given)
+            self.optimizer, carried = resolve_optimizer(model, optimizer)
         self.loss_scale = resolve_loss_scale(model, loss_scale, carried)
         arguments = resolve_compile_arguments(model, given)
         check_loss(arguments)
-        backend = make_backend(model=model)
         check_replicas(self, model, backend.replicas.count, run_eagerly)
         check_memory(self.accumulation, backend, run_eagerly)
         for callback in flatten_callbacks(callbacks):

@@ -305,7 +305,8 @@ class EvaluationStep:
 
     def predict(self, batch: Batch) -> Nest:
         """Compute the predictions of a batch."""
-        self._program.build_model(batch)
+        with self._backend.replicas.scope():
+            self._program.build_model(batch)
         return self._predict_batch(self._backend.replicas.spread(batch))
 
     def run(self, batch: Batch, loader_samples: int, *, is_first: bool) -> None:
@@ -318,7 +319,8 @@ class EvaluationStep:
         """
         if is_first:
             self._backend.publish()
-            self._program.build(batch)
+            with self._backend.replicas.scope():
+                self._program.build(batch)
             self._program.start()
         # An array of the host is everywhere, wherever the batch is.
         samples = np.asarray(loader_samples, "float32")

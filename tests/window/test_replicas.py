@@ -236,6 +236,64 @@ def make_normalized_mlp():
     return model
 
 
+class Unbuilt(keras.Model):
+    """Has no variables before it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+        self.normalization = keras.layers.BatchNormalization()
+
+    def call(self, x, training=False):
+        return self.normalization(self.dense(x), training=training)
+
+
+@pytest.mark.parametrize("first", ["fit", "evaluate", "predict"])
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_unbuilt_model_of_a_scope_gets_its_variables_and_optimizer_there(
+    rng, is_inside, first
+):
+    x, y = rng.normal(size=(16, 3)), rng.normal(size=(16, 2))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(scope_of_strategy("two devices"))
+        model = Unbuilt()
+        if not is_inside and BACKEND == "tensorflow":
+            stack.close()
+        options = {"loss": "mse", "jit_compile": JIT_COMPILE}
+        trainer = Trainer(model, optimizer="adam", **options)
+        if first == "evaluate":
+            trainer.evaluate(x, y, verbose=0)
+        elif first == "predict":
+            trainer.predict(x, verbose=0)
+        trainer.fit(x, y, batch_size=8, verbose=0)
+        assert trainer.snapshot().progress["updates"] == 2
+
+
+@pytest.mark.parametrize("jit_compile", ["auto", False])
+def test_window_on_two_devices_is_compared_inspected_and_captured(
+    rng, jit_compile, tmp_path
+):
+    x, y = targets(rng, 16)
+    x[3] = np.nan
+    with distributed(2):
+        trainer = Trainer(
+            make_mlp(),
+            optimizer="adam",
+            loss="mse",
+            metrics=["mae"],
+            accumulation=Accumulation(micro_batch_size=2),
+            jit_compile=jit_compile,
+        )
+        assert trainer.check_equivalence((x[4:12], y[4:12])).is_exact
+        trainer.fit(x, y, batch_size=8, verbose=0, shuffle=False)
+        trainer.save(tmp_path / "saved")
+        before = trainer.progress
+        trainer.fit(x[:8], y[:8], batch_size=8, verbose=0)
+        assert trainer.inspect().first is not None
+        trainer.restore(tmp_path / "saved")
+        assert trainer.progress == before
+
+
 @pytest.mark.parametrize("kind", ["one device", "one mirror", "two devices"])
 @pytest.mark.parametrize("accumulation", [1, Accumulation(micro_batch_size=4)])
 def test_trainer_may_be_used_inside_the_scope(rng, kind, accumulation):

@@ -123,11 +123,13 @@ class TensorFlowBackend(Backend):
         *,
         jit_compile: bool,
     ) -> Any:
-        del program
         if self._run_eagerly:
             return functools.partial(_run_eagerly, function)
         # XLA compiles what a replica runs, see `TensorFlowReplicas.sum`.
         is_outside = self.replicas.count > 1
+        if not is_outside:
+            # It would have to write to other devices than its own.
+            jit_compile = jit_compile and not _has_copies(program.all_variables)
 
         def traced(uses_xla: bool, *arguments: Nest) -> Nest:
             self._jit_compile = uses_xla
@@ -460,6 +462,16 @@ class TensorFlowBackend(Backend):
 
     def mark_step(self, name: str, number: int) -> AbstractContextManager:
         return tf.profiler.experimental.Trace(name, step_num=number, _r=1)
+
+
+def _has_copies(variables: list[Variable]) -> bool:
+    """Whether any of some Keras variables is on several devices."""
+    values = (variable.value for variable in variables)
+    return any(
+        isinstance(value, tf.distribute.DistributedValues)
+        and len(strategy_of(value).extended.worker_devices) > 1
+        for value in values
+    )
 
 
 def _warn_of_many_shapes(shapes: str) -> None:
