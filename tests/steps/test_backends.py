@@ -276,6 +276,38 @@ def test_fourth_shape_is_warned_of_once_with_the_remedy(accumulation):
     assert len(all) == 1
 
 
+class OneVariable:
+    """Stands for a program."""
+
+    def __init__(self):
+        self.variable = keras.Variable(np.ones([3], "float32"))
+        self.all_variables = [self.variable]
+
+
+def give_away(program):
+    """Take what a program has, and give it to whoever destroys it."""
+    from accumtrainer.steps.jax.programs import Holder
+
+    holder = Holder(program, make_backend().replicas)
+    holder.take()
+    (given,) = holder.give([0])
+    return given.unsafe_buffer_pointer()
+
+
+@jax_only
+def test_array_that_nobody_keeps_is_given_away_as_it_is():
+    program = OneVariable()
+    before = program.variable.value.unsafe_buffer_pointer()
+    assert give_away(program) == before
+
+
+@jax_only
+def test_array_that_host_code_keeps_is_not_given_away():
+    program = OneVariable()
+    kept = program.variable.value
+    assert give_away(program) != kept.unsafe_buffer_pointer()
+
+
 tensorflow_only = pytest.mark.skipif(
     BACKEND != "tensorflow", reason="is about what TensorFlow does of its own"
 )

@@ -5,6 +5,7 @@ changes it is given for good (donated), and it returns the new ones; the others
 it only reads. In between a `Holder` has the arrays.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn, Protocol
@@ -211,15 +212,17 @@ class Holder:
     def give(self, positions: Iterable[int]) -> list[Tensor]:
         """Return arrays that whoever receives them may destroy.
 
-        An array that is given away must not be needed elsewhere: two variables
-        may share one after an assignment, and host code may have kept one.
-        What programs have returned since is known to nobody else.
+        Those that programs have returned, or that were given for good, are
+        this holder's own. Those that were read from variables may be in use
+        elsewhere: two variables may share one after an assignment, and host
+        code may have kept one that it has seen. Who sees one need not keep it,
+        and to copy all that could have been seen takes two thirds of a small
+        update, if a callback looks at each. So it is counted who holds them.
         """
         if self._borrowed:
             for position in self._borrowed.intersection(positions):
-                array = self.arrays[position]
-                if sys.getrefcount(array) > HOLDERS:
-                    self.arrays[position] = array.copy()
+                if _holders_of(self.arrays, position) > _holders_of_one_alone():
+                    self.arrays[position] = self.arrays[position].copy()
             self._borrowed.difference_update(positions)
         return [self.arrays[position] for position in positions]
 
@@ -249,8 +252,19 @@ class Holder:
         self.arrays = None
 
 
-# A variable, the list and the local name above, and the call that counts.
-HOLDERS = 4
+def _holders_of(arrays: list[Tensor], position: int) -> int:
+    """Count who holds an array that a variable and a list have."""
+    return sys.getrefcount(arrays[position])
+
+
+@functools.cache
+def _holders_of_one_alone() -> int:
+    """Count the same of an array that nobody else has.
+
+    Which references an interpreter counts is its own affair.
+    """
+    variable = keras.Variable(np.zeros([1], "float32"), trainable=False)
+    return _holders_of([_read(variable)], 0)
 
 
 def _read(variable: Variable) -> Tensor:
