@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from accumtrainer.config import Accumulation, Every, LossScale, require_choice
 from accumtrainer.data.batches import Batch, Window
-from accumtrainer.data.source import SourceOptions, check_ends
+from accumtrainer.data.source import Source, SourceOptions, check_ends
 from accumtrainer.data.sources import (
     OnePiece,
     make_source,
@@ -18,6 +18,7 @@ from accumtrainer.data.sources import (
 from accumtrainer.diagnosis.equivalence import Equivalence
 from accumtrainer.diagnosis.inspection import Inspection
 from accumtrainer.keras_api import keras
+from accumtrainer.keras_api.types import Variable
 from accumtrainer.observers.callback import (
     Dispatcher,
     check_callback,
@@ -78,10 +79,10 @@ class Trainer(Hooks):
         accumulation: `Accumulation`, or an int k for k loader batches.
         loss_scale: `"auto"` (on iff a layer computes in float16),
             `LossScale`, or `None` for off.
-        max_consecutive_skips: int, windows in a row that may have gradients
-            that are not finite; `None` for any number.
+        max_consecutive_skips: windows in a row that may have gradients that are
+            not finite; `None` for any number.
         jit_compile: `"auto"`, `True` or `False`: whether XLA compiles.
-        run_eagerly: bool, run everything as plain Python, for debugging.
+        run_eagerly: run everything as plain Python, for debugging.
         callbacks: list of callbacks, Keras's or ours, for every `fit`.
         seed: int for shuffling and `self.rng`; `None` draws one.
         **others: refused; the error says what replaces them.
@@ -161,7 +162,7 @@ class Trainer(Hooks):
         self._callbacks = callbacks
         self.seed = draw_seed(backend) if seed is None else seed
         self._loop: FitLoop | None = None
-        self._tracked = []
+        self._tracked: list[Variable] = []
         initial_scale = self.loss_scale.initial if self.loss_scale else 1.0
         self._state = TrainingState(seed=self.seed, loss_scale=initial_scale)
         self._engine = Engine(
@@ -267,11 +268,11 @@ class Trainer(Hooks):
         as dropout, draw anew.
 
         Args:
-            window: `Window`, default `last_window`.
+            window: default `last_window`.
 
         Returns:
-            `Inspection`, with the `findings` and the `first` of them; printed,
-            it is a short report.
+            With the `findings` and the `first` of them; printed, it is a short
+            report.
 
         Raises:
             RuntimeError: there has been no window.
@@ -288,11 +289,7 @@ class Trainer(Hooks):
         """Say whether an occasion has come, waiting only where it could have.
 
         Args:
-            every: `Every`.
             since: `Progress` at an earlier moment, a copy.
-
-        Returns:
-            bool.
         """
         return self._engine.counting.is_due(every, since)
 
@@ -499,9 +496,6 @@ class Trainer(Hooks):
 
         Called by a callback in `on_safe_point` it holds the place in the
         data too, so that a `fit` can go on from it.
-
-        Returns:
-            `Snapshot`.
         """
         return take_snapshot(self, self._engine, self._loop)
 
@@ -700,9 +694,9 @@ class Trainer(Hooks):
         Args:
             batch: `(x, y)`, `(x, y, sample_weight)` or `x`, arrays or nests
                 of them, the batch of an update.
-            sizes: list of int, samples per micro-batch on each device;
-                default those that `"auto"` tries: the whole batch, about its
-                half, and so on down to 1, divisors where there are any near.
+            sizes: samples per micro-batch on each device; default those that
+                `"auto"` tries: the whole batch, about its half, and so on down
+                to 1, divisors where there are any near.
 
         Returns:
             `MemoryPlan`, whose `rows` have `micro_batch_size`,
@@ -740,7 +734,7 @@ class Trainer(Hooks):
                 the largest gradient of the model.
 
         Returns:
-            `Equivalence`; printed, it is a short table.
+            Printed, it is a short table.
 
         Raises:
             ValueError: the batch makes a single micro-batch.
@@ -774,7 +768,9 @@ class Trainer(Hooks):
             size = math.ceil(data.samples / steps)
         return self._engine.cut(data.window(size))
 
-    def _dispatcher(self, callbacks, source, verbose):
+    def _dispatcher(
+        self, callbacks: Any, source: Source, verbose: Any
+    ) -> Dispatcher:
         """Make the dispatcher of one pass over a source."""
         return Dispatcher(
             callbacks,
@@ -789,7 +785,9 @@ class Trainer(Hooks):
             make_current=self._engine.publish,
         )
 
-    def _compile_model(self, arguments, *, is_new):
+    def _compile_model(
+        self, arguments: dict[str, Any], *, is_new: bool
+    ) -> None:
         if is_new:
             # That of the model's own class may take other arguments.
             keras.Model.compile(
@@ -802,22 +800,23 @@ class Trainer(Hooks):
             self.model.optimizer = self.optimizer
 
 
-def _is_given(arguments, optimizer):
+def _is_given(arguments: dict[str, Any], optimizer: Any) -> bool:
     given = any(value is not None for value in arguments.values())
     return given or optimizer is not None
 
 
-def _say_nothing(line):
+def _say_nothing(line: str) -> None:
     del line
 
 
-def _as_keras_returns(logs, names, return_dict):
+def _as_keras_returns(
+    logs: dict[str, Any], names: list[str], return_dict: bool
+) -> Any:
     """Return results as Keras does: a number, a list or a dict.
 
     Args:
         logs: dict from name to number.
-        names: list of str, what `metric_names` returns.
-        return_dict: bool.
+        names: what `metric_names` returns.
     """
     if return_dict:
         return logs

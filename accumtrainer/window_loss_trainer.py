@@ -6,6 +6,7 @@ from accumtrainer import errors
 from accumtrainer.config import Accumulation
 from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import compiled_arguments, keras
+from accumtrainer.keras_api.types import Nest
 from accumtrainer.trainer import Trainer
 from accumtrainer.window.gradient_cache import in_float32
 from accumtrainer.window.hooks import Info
@@ -80,7 +81,7 @@ class WindowLossTrainer(Trainer):
 
         Args:
             batch: `Batch(x, y, sample_weight)` of tensors.
-            info: `Info`; `info.training` is a Python bool.
+            info: `info.training` is a Python bool.
 
         Returns:
             Nest of tensors of floats whose first axis is that of the batch.
@@ -115,7 +116,7 @@ class WindowLossTrainer(Trainer):
             is_uniform=True,
         )
 
-    def outputs_of(self, embeddings):
+    def outputs_of(self, embeddings: Nest) -> Nest:
         """Return what compiled metrics are given, `None` for nothing."""
         return embeddings if self._embeds_by_model else None
 
@@ -127,7 +128,9 @@ def _has_metrics(model: keras.Model) -> bool:
     return is_given or overrides
 
 
-def _check_options(trainer_type, options):
+def _check_options(
+    trainer_type: type[WindowLossTrainer], options: dict[str, Any]
+) -> None:
     if trainer_type.window_loss is WindowLossTrainer.window_loss:
         raise TypeError(
             "window_loss must be overridden. Received: "

@@ -33,15 +33,15 @@ def batch_hard_triplet_loss(
     are left out of the mean.
 
     Args:
-        embeddings: tensor `[n, d]`, float32.
-        labels: tensor `[n]` or `[n, 1]`, ints.
+        embeddings: `[n, d]`, float32.
+        labels: `[n]` or `[n, 1]`, ints.
         margin: float by which strangers should be farther than friends, or
             `"soft"` for a softplus instead of a hinge.
         squared: whether distances are squared Euclidean ones.
-        sample_weight: tensor `[n]`, weights of the anchors, or `None`.
+        sample_weight: `[n]`, weights of the anchors, or `None`.
 
     Returns:
-        Scalar tensor, float32.
+        Scalar, float32.
 
     Example:
         >>> import numpy as np
@@ -78,14 +78,14 @@ def batch_all_triplet_loss(
     all count. Takes memory for n³ numbers.
 
     Args:
-        embeddings: tensor `[n, d]`, float32.
-        labels: tensor `[n]` or `[n, 1]`, ints.
+        embeddings: `[n, d]`, float32.
+        labels: `[n]` or `[n, 1]`, ints.
         margin: float by which strangers should be farther than friends, or
             `"soft"` for a softplus instead of a hinge.
         squared: whether distances are squared Euclidean ones.
 
     Returns:
-        Scalar tensor, float32.
+        Scalar, float32.
 
     Example:
         >>> import numpy as np
@@ -118,13 +118,13 @@ def info_nce_loss(
     Radford et al. 2021 (arXiv:2103.00020), figure 3.
 
     Args:
-        queries: tensor `[n, d]`, float32.
-        keys: tensor `[n, d]`, float32; the i-th belongs to the i-th query.
+        queries: `[n, d]`, float32.
+        keys: `[n, d]`, float32; the i-th belongs to the i-th query.
         temperature: float, or a scalar tensor such as a learned one.
-        sample_weight: tensor `[n]`, weights of the pairs, or `None`.
+        sample_weight: `[n]`, weights of the pairs, or `None`.
 
     Returns:
-        Scalar tensor, float32.
+        Scalar, float32.
 
     Example:
         >>> import numpy as np
@@ -149,12 +149,12 @@ def nt_xent_loss(
     2020 (arXiv:2002.05709), equation 1 and algorithm 1.
 
     Args:
-        first: tensor `[n, d]`, float32, one view of each example.
-        second: tensor `[n, d]`, float32, the other view of each.
+        first: `[n, d]`, float32, one view of each example.
+        second: `[n, d]`, float32, the other view of each.
         temperature: float, or a scalar tensor such as a learned one.
 
     Returns:
-        Scalar tensor, float32, the mean over all 2n views.
+        Scalar, float32, the mean over all 2n views.
 
     Example:
         >>> import numpy as np
@@ -181,12 +181,12 @@ def pairwise_distances(embeddings: Tensor, *, squared: bool = False) -> Tensor:
     """Compute the Euclidean distances between all embeddings.
 
     Args:
-        embeddings: tensor `[n, d]`, float32.
+        embeddings: `[n, d]`, float32.
         squared: whether to leave the square root out.
 
     Returns:
-        Tensor `[n, n]`, float32. Where a distance is zero its gradient is
-        zero too, not infinite.
+        `[n, n]`, float32. Where a distance is zero its gradient is zero too,
+        not infinite.
     """
     products = ops.matmul(embeddings, ops.transpose(embeddings))
     squares = ops.sum(ops.square(embeddings), axis=1)

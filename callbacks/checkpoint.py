@@ -31,7 +31,7 @@ class Checkpoint(Callback):
     Args:
         directory: where the checkpoints are, one directory each; made when
             the first is written.
-        every: `Every`, how often; default every epoch.
+        every: how often; default every epoch.
         keep: how many of the newest to keep, at least 1.
         keep_best: name of a number in the logs, such as `"val_loss"`; the
             checkpoint where it was best is kept too. A new best one is saved

@@ -65,7 +65,7 @@ class GradientNoiseScale(Callback):
     fetched from the device when `every` says so, and at the end of epochs.
 
     Args:
-        every: `Every`, how often to take the numbers; default 10 updates.
+        every: how often to take the numbers; default 10 updates.
         decay: at least 0 and below 1: by how much an update counts less than
             the next in the averages.
 

@@ -35,7 +35,7 @@ class RunLog(Logger):
 
     Args:
         path: where to write; missing folders are made.
-        every: `Every`, how often; default every 10 updates.
+        every: how often; default every 10 updates.
 
     Raises:
         TypeError: `every` is no `Every`.

@@ -30,7 +30,7 @@ class Throughput(Callback):
     for nothing more.
 
     Args:
-        every: `Every`, how often to take the numbers; default 10 updates.
+        every: how often to take the numbers; default 10 updates.
         tokens: function from a `Batch` of NumPy arrays, one micro-batch as
             the source yields it, to the number of its tokens. Where
             processes have a share each, this one's are counted.

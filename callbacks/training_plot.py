@@ -48,7 +48,7 @@ class TrainingPlot(Logger):
     Args:
         path: file to write; its suffix says the format: `.png`, `.pdf`,
             `.svg` or what else matplotlib can write.
-        every: `Every`, how often to take a point; default 10 updates.
+        every: how often to take a point; default 10 updates.
         redraw_secs: seconds between drawings, while training runs.
         clock: function that returns seconds.
 

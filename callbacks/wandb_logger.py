@@ -96,11 +96,10 @@ class WandbLogger(Logger):
     Args:
         project: name of the project; default W&B's own.
         run: a run to log to, instead of one that is started here.
-        every: `Every`, how often to send a point; default every 10 updates.
+        every: how often to send a point; default every 10 updates.
         watch: `"weights"`, `"gradients"` or `"all"` sends histograms of them
             too; gradients of a `KeepGradients` trainer.
-        watch_every: `Every`, how often to send histograms; default every 100
-            updates.
+        watch_every: how often to send histograms; default every 100 updates.
         best: dict from names of metrics to `"min"` or `"max"`.
         log_checkpoints: a callback with `last_saved`, the directory it saved
             last; each is sent as an artifact, except one that is removed

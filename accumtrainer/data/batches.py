@@ -109,7 +109,7 @@ class Window:
         """Cut the same samples into micro-batches of another size.
 
         Returns:
-            `Window`; this one if its micro-batches are no larger than that.
+            This one if its micro-batches are no larger than that.
 
         Example:
             >>> window = window_of_rows(Batch(np.arange(6)), (6,))

@@ -18,7 +18,7 @@ which every `fit` begins with, is where what an error has left is put back.
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from accumtrainer.data.batches import Batch, Window, count_samples
 from accumtrainer.diagnosis.bare_losses import check_bare_losses
 from accumtrainer.diagnosis.moving_state import notes_of_state
 from accumtrainer.diagnosis.trials import Trials
+from accumtrainer.diagnosis.verdicts import LossTrial
 from accumtrainer.inside_fit.fit_logs import late_logs, show_in_metrics
 from accumtrainer.inside_fit.fit_state import make_fit_state
 from accumtrainer.inside_fit.groups import Group, Groups, check_dense
@@ -39,8 +40,11 @@ from accumtrainer.keras_api import (
     keras,
     ops,
 )
+from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
 from accumtrainer.progress import Progress
 from accumtrainer.steps import Step, choose_plan, make_backend
+from accumtrainer.steps.backend import Backend
+from accumtrainer.steps.report import Report
 from accumtrainer.training.construction import (
     check_options,
     resolve_loss_scale,
@@ -52,6 +56,7 @@ from accumtrainer.window.hooks import (
     HookContext,
     Hooks,
 )
+from accumtrainer.window.losses import WeightedLoss
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.program import WindowProgram
 from accumtrainer.window.state import Scratch, TrainingState
@@ -72,8 +77,8 @@ class FitAccumulator(Hooks):
             or a function from a `Batch` to a scalar. Default: unknown.
         loss_scale: `"auto"` (on iff a layer computes in float16),
             `LossScale`, or `None` for off.
-        max_consecutive_skips: int, windows in a row that may have gradients
-            that are not finite; `None` for any number.
+        max_consecutive_skips: windows in a row that may have gradients that are
+            not finite; `None` for any number.
 
     Raises:
         ValueError: something cannot be done exactly inside `fit`.
@@ -124,8 +129,8 @@ class FitAccumulator(Hooks):
         self._trainable: Any = None
         self._program: Any = None
         self._step: Any = None
-        self._checked_losses = []
-        self._kind = None
+        self._checked_losses: list[Any] = []
+        self._kind: Hashable = None
         self._counting = Counting(self._read_counters, max_consecutive_skips)
         self._is_running = False
         self._scaled_by = None
@@ -133,7 +138,9 @@ class FitAccumulator(Hooks):
     # What a callback calls, in this order.
 
     @classmethod
-    def refuse_arguments(cls, others, function):
+    def refuse_arguments(
+        cls, others: dict[str, Any], function: Callable[..., Any]
+    ) -> None:
         """Refuse arguments that a callback does not have.
 
         Args:
@@ -162,7 +169,9 @@ class FitAccumulator(Hooks):
             and self._trainable.difference(model) is None
         )
 
-    def install(self, batches_per_epoch: int | None, announce) -> None:
+    def install(
+        self, batches_per_epoch: int | None, announce: Callable[[str], None]
+    ) -> None:
         """Take over the model's train function, for one `fit`.
 
         Args:
@@ -189,7 +198,7 @@ class FitAccumulator(Hooks):
         """Begin an epoch.
 
         Args:
-            epoch: int, its index.
+            epoch: its index.
         """
         self._fit_state.leave()
         if self._scaled_by is None:
@@ -199,13 +208,13 @@ class FitAccumulator(Hooks):
         self._state.epoch.assign(epoch)
         self._epoch = epoch
         self._open = 0  # micro-batches of the open window that have run
-        self._held = []  # those that wait for the rest of it
-        self._groups = Groups(
+        self._held: list[Any] = []  # those that wait for the rest of it
+        self._groups: Any = Groups(
             self._backend,
             self.model.steps_per_execution,
             self._groups_per_epoch,
         )
-        self._logs = {}
+        self._logs: dict[str, Any] = {}
 
     def finish_window(self) -> None:
         """Apply an open window, where an epoch has ended amid one.
@@ -244,12 +253,12 @@ class FitAccumulator(Hooks):
 
     # What `fit` calls.
 
-    def _make_train_function(self, force=False):
+    def _make_train_function(self, force: bool = False) -> Callable[..., Any]:
         """Answer the next `fit` or `train_on_batch`: as if never installed."""
         self.uninstall()
         return self.model.make_train_function(force)
 
-    def _run(self, iterator):
+    def _run(self, iterator: Iterator[Any]) -> dict[str, Any]:
         """Train on the next group of batches.
 
         Nothing may raise once something has run, or `fit` on JAX is left with
@@ -277,7 +286,7 @@ class FitAccumulator(Hooks):
         self._counting.set_seconds(time.monotonic() - self._begun)
         return self._logs
 
-    def _turn_to(self, kind, group):
+    def _turn_to(self, kind: Hashable, group: Group) -> None:
         """Get ready for batches of a kind, as a group has some.
 
         Another part of the data may be there for the first time amid `fit`.
@@ -289,7 +298,7 @@ class FitAccumulator(Hooks):
         self._prepare(group.first_of(kind))
         self._kind = kind
 
-    def _check_window(self, part):
+    def _check_window(self, part: Group) -> None:
         """Turn to the losses of a window's batches, which must be alike.
 
         Raises:
@@ -304,17 +313,17 @@ class FitAccumulator(Hooks):
                 raise ValueError(errors.MIXED_WINDOW.format(steps=self._steps))
 
     @property
-    def _waiting(self):
+    def _waiting(self) -> Any:
         """How many micro-batches the open window has so far."""
         return self._open + len(self._held)
 
-    def _steps_of_window(self):
+    def _steps_of_window(self) -> int:
         updates = 0
         if callable(self.accumulation.steps):
             updates = self.progress.updates
         return self.accumulation.steps_at(self._epoch, updates)
 
-    def _fill_window(self, group, closes):
+    def _fill_window(self, group: Group, closes: bool) -> None:
         """Put batches into the open window, and close it where they do."""
         if closes and not self._waiting and self._should_fuse(group):
             self._note(self._step.run(group.window()))
@@ -329,10 +338,10 @@ class FitAccumulator(Hooks):
         if closes:
             self._close_window()
 
-    def _should_fuse(self, group):
+    def _should_fuse(self, group: Group) -> bool:
         return self._is_fused and group.is_even
 
-    def _close_window(self):
+    def _close_window(self) -> None:
         if self._held:
             report = self._step.run(Group(self._held).window())
         else:
@@ -340,13 +349,13 @@ class FitAccumulator(Hooks):
         self._open, self._held = 0, []
         self._note(report)
 
-    def _note(self, report):
+    def _note(self, report: Report) -> None:
         self._counting.add_window()
         self._logs = late_logs(report)
 
     # Parts.
 
-    def _prepare(self, batch):
+    def _prepare(self, batch: Batch) -> None:
         """Build what is missing before the first micro-batch of a `fit`."""
         if self._program is not None:
             self._program.learn(batch)
@@ -381,7 +390,9 @@ class FitAccumulator(Hooks):
         self._trains = _identity(self.model)
         self._trainable = Trainable(self.model)
 
-    def _check_bare_losses(self, losses, batch):
+    def _check_bare_losses(
+        self, losses: list[WeightedLoss], batch: Batch
+    ) -> None:
         """Refuse what cannot be weighed; warn once of what is weighed wrongly.
 
         Losses are others where data are of another structure.
@@ -390,7 +401,7 @@ class FitAccumulator(Hooks):
         if is_checked or self.accumulation.steps == 1:
             return
 
-        def find_trials():
+        def find_trials() -> list[LossTrial]:
             self._backend.publish()
             backend = make_backend(run_eagerly=self.model.run_eagerly)
             trials = Trials(
@@ -402,14 +413,14 @@ class FitAccumulator(Hooks):
         check_bare_losses(self, losses, find_trials, owner=self._owner)
         self._checked_losses.append(losses)
 
-    def _build_model(self, batch):
+    def _build_model(self, batch: Batch) -> None:
         """Create what Keras creates when it first trains on a batch."""
 
-        def call(batch):
+        def call(batch: Batch) -> Nest:
             mode = self._context.mode(training=False)
             return self.model(batch.x, **mode)
 
-        def compute_loss(batch):
+        def compute_loss(batch: Batch) -> Nest:
             outputs = call(batch)
             self.model.compute_loss(
                 batch.x, batch.y, outputs, batch.sample_weight
@@ -426,20 +437,20 @@ class FitAccumulator(Hooks):
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
 
-    def _read_counters(self):
+    def _read_counters(self) -> dict[str, int]:
         names = ("updates", "skipped_updates", "consecutive_skips")
         return {name: self._read(getattr(self._state, name)) for name in names}
 
-    def _read(self, variable):
+    def _read(self, variable: Variable) -> Tensor:
         return _as_number(self._fit_state.read(variable))
 
-    def _take_scale(self):
+    def _take_scale(self) -> None:
         """Begin with the loss scale that Keras's optimizer has."""
         if not self._carries_scale:
             return
         self._scaled_by = optimizer = self.model.optimizer
         if optimizer.built:
-            bounds = self.loss_scale
+            bounds: Any = self.loss_scale
             scale = _as_number(optimizer.dynamic_scale)
             self._state.loss_scale.assign(
                 np.clip(scale, bounds.minimum, bounds.maximum)
@@ -447,7 +458,7 @@ class FitAccumulator(Hooks):
             good_windows = _as_number(optimizer.step_counter)
             self._state.good_windows.assign(good_windows)
 
-    def _give_scale(self):
+    def _give_scale(self) -> None:
         """Leave the loss scale in Keras's optimizer, where it has one."""
         optimizer, state = self._scaled_by, self._state
         if optimizer is not None and optimizer.built:
@@ -455,7 +466,7 @@ class FitAccumulator(Hooks):
             optimizer.step_counter.assign(_as_number(state.good_windows))
 
 
-def _check_fit(model, backend):
+def _check_fit(model: Model, backend: Backend) -> None:
     """Refuse what cannot be done exactly inside `fit`.
 
     Raises:
@@ -478,11 +489,11 @@ def _check_fit(model, backend):
         raise ValueError(errors.FIT_ACCUMULATES_TWICE.format(steps=steps))
 
 
-def _as_number(tensor):
+def _as_number(tensor: Tensor) -> Any:
     return ops.convert_to_numpy(tensor).item()
 
 
-def _identity(model):
+def _identity(model: Model) -> tuple:
     """Return what stays as long as compiled functions can be used again."""
     return (
         id(model.optimizer),

@@ -45,12 +45,12 @@ class _LateNumber:
 
     __slots__ = ("_name", "_report")
 
-    def __init__(self, report, name):
+    def __init__(self, report: Report, name: str):
         self._report = report
         self._name = name
 
-    def __float__(self):
+    def __float__(self) -> float:
         return float(self._report.running()[self._name])
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return repr(float(self))

@@ -7,13 +7,19 @@ new ones. A callback that asks for the model has `fit` put them back first, and
 `fit` takes them out again before the next call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from accumtrainer.keras_api.types import Model, Tensor, Variable
+from accumtrainer.steps.backend import Backend, HasVariables
 
 
 class FitState:
     """State that stays in the variables."""
 
-    def make_train_function(self, run):
+    def make_train_function(
+        self, run: Callable[[Any], Any]
+    ) -> Callable[..., Any]:
         """Make what `fit` calls for every group of batches.
 
         Args:
@@ -24,16 +30,16 @@ class FitState:
         """
         return run
 
-    def settle(self, variables):
+    def settle(self, variables: HasVariables) -> None:
         """Let a program's variables go on from what `fit` has handed over."""
 
-    def unsettle(self):
+    def unsettle(self) -> None:
         """Let a program be changed before it goes on; `settle` comes next."""
 
-    def leave(self):
+    def leave(self) -> None:
         """Make current what `fit` does not know of, between its epochs."""
 
-    def read(self, variable):
+    def read(self, variable: Variable) -> Tensor:
         """Return a variable's value, wherever it is kept now."""
         return variable.value
 
@@ -46,16 +52,19 @@ class HandedState:
         model: compiled `keras.Model`.
     """
 
-    def __init__(self, backend, model):
+    def __init__(self, backend: Backend, model: Model):
         self._backend = backend
         self._model = model
-        self._state = self._holder = None
+        self._state: Any = None
+        self._holder: Any = None
         self._is_settled = False
 
-    def make_train_function(self, run):
+    def make_train_function(
+        self, run: Callable[[Any], Any]
+    ) -> Callable[..., Any]:
         """See `FitState`."""
 
-        def train(state, iterator):
+        def train(state: Any, iterator: Iterator[Any]) -> tuple:
             # One that is not the last returned was read from the variables.
             if state is not self._state:
                 self._receive(state)
@@ -63,7 +72,7 @@ class HandedState:
 
         return train
 
-    def _receive(self, state):
+    def _receive(self, state: Any) -> None:
         model = self._model
         groups = (
             model.trainable_variables,
@@ -79,7 +88,7 @@ class HandedState:
             self._received[id(variable)] = array
             variable.assign(array)
 
-    def settle(self, variables):
+    def settle(self, variables: HasVariables) -> None:
         """See `FitState`."""
         if self._is_settled:
             return
@@ -92,14 +101,14 @@ class HandedState:
         )
         self._received, self._is_settled = {}, True
 
-    def unsettle(self):
+    def unsettle(self) -> None:
         """See `FitState`."""
         if self._is_settled:
             state = self._state
             self.leave()
             self._receive(state)
 
-    def leave(self):
+    def leave(self) -> None:
         """See `FitState`."""
         if self._holder is not None:
             if self._is_settled:
@@ -109,7 +118,7 @@ class HandedState:
         self._state = self._holder = None
         self._is_settled = False
 
-    def read(self, variable):
+    def read(self, variable: Variable) -> Tensor:
         """See `FitState`."""
         if self._holder is not None:
             for known, array in zip(
@@ -132,23 +141,23 @@ class _Held(Sequence):
             and, where that is `None`, the array.
     """
 
-    def __init__(self, holder, sources):
+    def __init__(self, holder: Any, sources: list[tuple[int | None, Tensor]]):
         self._holder = holder
         self._sources = sources
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self._sources)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any) -> Any:
         place, array = self._sources[index]
         return array if place is None else self._holder.arrays[place]
 
-    def keep(self):
+    def keep(self) -> None:
         """Keep the arrays, which the holder is about to let go."""
         self._sources = [(None, array) for array in self]
 
 
-def _distinct(arrays):
+def _distinct(arrays: list[Tensor]) -> list[Tensor]:
     """Copy an array that stands for two variables, as both are given away."""
     seen = set()
     distinct = []
@@ -158,11 +167,10 @@ def _distinct(arrays):
     return distinct
 
 
-def make_fit_state(backend, model):
+def make_fit_state(backend: Backend, model: Model) -> FitState | HandedState:
     """Choose how `fit` keeps the state on the backend.
 
     Args:
-        backend: the backend's functions.
         model: compiled `keras.Model`.
 
     Returns:

@@ -1,7 +1,9 @@
 """What `Model.fit` trains on, kept where its arrays are."""
 
 import functools
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +17,8 @@ from accumtrainer.data.batches import (
 )
 from accumtrainer.data.reading import refuse_sparse
 from accumtrainer.keras_api import keras, ops
+from accumtrainer.keras_api.types import Nest, Tensor
+from accumtrainer.steps.backend import Backend
 from accumtrainer.window.survey import kind_of
 
 
@@ -26,7 +30,9 @@ class Group:
         stacked: `Batch` of arrays or tensors `[n, m, ...]` instead.
     """
 
-    def __init__(self, batches=(), stacked=None):
+    def __init__(
+        self, batches: Iterable[Batch] = (), stacked: Batch | None = None
+    ):
         self._batches = list(batches)
         self._stacked = stacked
         if stacked is None:
@@ -35,16 +41,16 @@ class Group:
             count, size = leaves(stacked)[0].shape[:2]
             self._sizes = [size] * count
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self._sizes)
 
     @property
-    def samples(self):
+    def samples(self) -> int:
         """Number of samples in all batches together."""
         return sum(self._sizes)
 
     @property
-    def is_even(self):
+    def is_even(self) -> bool:
         """Whether all batches have the same shapes and types."""
         return (
             self._stacked is not None
@@ -52,17 +58,17 @@ class Group:
         )
 
     @functools.cached_property
-    def kinds(self):
+    def kinds(self) -> list[Hashable]:
         """Which kinds of batches there are, see `kind_of`, list in order."""
         if self._stacked is not None:
             return [kind_of(self._stacked, stacked_axes=1)]
         return list(dict.fromkeys(map(kind_of, self._batches)))
 
-    def first_of(self, kind):
+    def first_of(self, kind: Hashable) -> Batch:
         """Return the first batch of a kind."""
         return next(b for b in self.batches() if kind_of(b) == kind)
 
-    def cut(self, count):
+    def cut(self, count: int) -> "tuple[Group, Group]":
         """Cut in two.
 
         Returns:
@@ -76,13 +82,13 @@ class Group:
         rest = map_leaves(lambda leaf: leaf[count:], self._stacked)
         return Group(stacked=first), Group(stacked=rest)
 
-    def batches(self):
+    def batches(self) -> Sequence[Batch]:
         """Return the batches one by one."""
         if self._stacked is None:
             return self._batches
         return list(self.window().split())
 
-    def window(self):
+    def window(self) -> Window:
         """Return the batches as a `Window`, stacked if they can be."""
         sizes = tuple(self._sizes)
         if self._stacked is not None:
@@ -101,21 +107,20 @@ class Groups:
     then. Iterators of Python belong to the thread of `fit`.
 
     Args:
-        backend: the backend's functions.
-        size: int, most batches in a group, `steps_per_execution`.
-        count: int, groups in the epoch, or `None` where that is not known.
+        size: most batches in a group, `steps_per_execution`.
+        count: groups in the epoch, or `None` where that is not known.
     """
 
-    def __init__(self, backend, size, count):
+    def __init__(self, backend: Backend, size: int, count: int | None):
         self._backend = backend
         self._size = size
         self._left = count
-        self._next = None
-        self._pool = None
+        self._next: Any = None  # the future of a group
+        self._pool: ThreadPoolExecutor | None = None
         if size > 1 and backend.has_own_pipeline:
             self._pool = ThreadPoolExecutor(1, "accumtrainer-batches")
 
-    def take(self, iterator):
+    def take(self, iterator: Iterator[Any]) -> Group:
         """Return the next `Group`.
 
         Args:
@@ -134,7 +139,7 @@ class Groups:
             self._next = self._begin(iterator)
         return group
 
-    def is_last(self):
+    def is_last(self) -> bool:
         """Whether the epoch ends with the group taken last.
 
         Where that is not known, it waits until the next one is there. What
@@ -144,26 +149,26 @@ class Groups:
             return not self._left
         return isinstance(self._next.exception(), StopIteration)
 
-    def _begin(self, iterator):
+    def _begin(self, iterator: Iterator[Any]) -> Future[Group]:
         if self._pool:
             return self._pool.submit(self._read, iterator)
-        begun = Future()
+        begun: Future[Group] = Future()
         try:
             begun.set_result(self._read(iterator))
         except Exception as failure:
             begun.set_exception(failure)
         return begun
 
-    def _read(self, iterator):
+    def _read(self, iterator: Iterator[Any]) -> Group:
         if self._size == 1:
             return Group([as_batch(self._backend.next_batch(iterator))])
         items, stacked = self._backend.next_batches(iterator, self._size)
         if stacked is not None:
             return Group(stacked=as_batch(stacked))
-        return Group(map(as_batch, items))
+        return Group(map(as_batch, items or ()))
 
 
-def as_batch(item):
+def as_batch(item: Any) -> Batch:
     """Read what `fit` trains on as a `Batch`.
 
     Args:
@@ -171,21 +176,21 @@ def as_batch(item):
             of them; arrays or tensors.
 
     Returns:
-        `Batch`, floats cast to `keras.config.floatx()` as a Trainer does;
-        arrays have memory of their own, as a generator may fill what it
-        yielded again for its next item.
+        Floats cast to `keras.config.floatx()` as a Trainer does; arrays have
+        memory of their own, as a generator may fill what it yielded again for
+        its next item.
     """
     parts = item if isinstance(item, (tuple, list)) else (item,)
     return Batch(*map(_as_floatx, parts))
 
 
-def _as_floatx(part):
+def _as_floatx(part: Nest) -> Nest:
     if isinstance(part, np.ndarray):
         return _cast(part)
     return map_leaves(_cast, part)
 
 
-def _cast(leaf):
+def _cast(leaf: Any) -> Any:
     floatx = keras.config.floatx()
     if _differs(leaf.dtype, floatx):
         return ops.cast(leaf, floatx)
@@ -193,16 +198,13 @@ def _cast(leaf):
 
 
 @functools.cache
-def _differs(dtype, floatx):
+def _differs(dtype: Any, floatx: str) -> bool:
     """Tell floats of another type; by name, as NumPy knows no bfloat16."""
     return "float" in dtype.name and dtype.name != floatx
 
 
-def check_dense(batch):
+def check_dense(batch: Batch) -> None:
     """Refuse what cannot be stacked.
-
-    Args:
-        batch: `Batch`.
 
     Raises:
         TypeError: an array is sparse or ragged.
@@ -211,10 +213,10 @@ def check_dense(batch):
         refuse_sparse(name, part)
 
 
-def _signature(batch):
+def _signature(batch: Batch) -> tuple:
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves(batch))
 
 
-def _stack(*rows):
+def _stack(*rows: Tensor) -> Tensor:
     is_on_host = isinstance(rows[0], np.ndarray)
     return stack(*rows) if is_on_host else ops.stack(rows)

@@ -3,7 +3,7 @@
 import base64
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -49,8 +49,8 @@ class Snapshot:
     variables: dict[str, dict[str, np.ndarray]]
     progress: dict[str, Any]
     position: dict[str, Any] | None
-    source: dict[str, Any] | None
-    run: dict[str, Any] | None
+    source: Any
+    run: Any
     callbacks: dict[str, Any]
     about: dict[str, Any]
 
@@ -259,7 +259,7 @@ def decode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
     return {k: decode(v, arrays) for k, v in value.items()}
 
 
-DECODERS = {
+DECODERS: dict[str, Callable[..., Any]] = {
     "array": lambda name, arrays: arrays[name],
     "text": lambda parts, arrays: _text(*decode(parts, arrays)),
     "blank": lambda parts, arrays: _zeros(*parts),

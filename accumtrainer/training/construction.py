@@ -6,12 +6,14 @@ compiles it in its own way: what it has settled then is known only afterwards.
 """
 
 import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from accumtrainer import errors
-from accumtrainer.config import LossScale
+from accumtrainer.config import Accumulation, LossScale
 from accumtrainer.keras_api import (
     check_loss_support,
     check_replica_support,
@@ -23,11 +25,13 @@ from accumtrainer.keras_api import (
     refuse_other_keras,
     tree,
 )
-from accumtrainer.window.hooks import overrides
+from accumtrainer.keras_api.types import Model, Optimizer
+from accumtrainer.steps.backend import Backend
+from accumtrainer.window.hooks import Hooks, overrides
 from accumtrainer.window.loss_scale import computes_in_float16
 
 
-def check_model(model):
+def check_model(model: Model) -> None:
     """Refuse what cannot be trained as a window.
 
     Raises:
@@ -53,12 +57,14 @@ def check_model(model):
             )
 
 
-def compiles_itself(model):
+def compiles_itself(model: Model) -> bool:
     """Whether a model that is not compiled has a way of its own for it."""
     return not model.compiled and overrides(model, "compile")
 
 
-def compile_by_itself(model, optimizer, given):
+def compile_by_itself(
+    model: Model, optimizer: Optimizer, given: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Have a model compile itself by its own method.
 
     Args:
@@ -94,11 +100,12 @@ def compile_by_itself(model, optimizer, given):
     return None, dict.fromkeys(given)
 
 
-def resolve_optimizer(model, optimizer):
+def resolve_optimizer(
+    model: Model, optimizer: Any
+) -> tuple[Optimizer, LossScale | None]:
     """Find the optimizer, and the loss scale Keras may have given it.
 
     Args:
-        model: `keras.Model`.
         optimizer: what the user gave, or `None` for the compiled one.
 
     Returns:
@@ -144,7 +151,7 @@ def resolve_optimizer(model, optimizer):
     return optimizer, loss_scale
 
 
-def _get(get, name, value, example):
+def _get(get: Callable[[Any], Any], name: str, value: Any, example: str) -> Any:
     """Look up what may be given by name, refusing what Keras refuses."""
     try:
         return get(value)
@@ -156,7 +163,7 @@ def _get(get, name, value, example):
         ) from error
 
 
-def _carried_loss_scale(optimizer):
+def _carried_loss_scale(optimizer: Optimizer) -> LossScale:
     initial = float(optimizer.initial_scale)
     if optimizer.built:
         initial = float(keras.ops.convert_to_numpy(optimizer.dynamic_scale))
@@ -169,11 +176,12 @@ def _carried_loss_scale(optimizer):
     )
 
 
-def resolve_loss_scale(model, loss_scale, carried):
+def resolve_loss_scale(
+    model: Model, loss_scale: Any, carried: LossScale | None
+) -> LossScale | None:
     """Settle how the loss is scaled.
 
     Args:
-        model: `keras.Model`.
         loss_scale: `"auto"`, `LossScale`, `None` or `False`.
         carried: `LossScale` of a compiled model's optimizer, or `None`.
 
@@ -195,11 +203,12 @@ def resolve_loss_scale(model, loss_scale, carried):
     return LossScale() if computes_in_float16(model) else None
 
 
-def resolve_compile_arguments(model, given):
+def resolve_compile_arguments(
+    model: Model, given: Mapping[str, Any]
+) -> dict[str, Any]:
     """Merge the Trainer's arguments over what the model was compiled with.
 
     Args:
-        model: `keras.Model`.
         given: dict with `loss`, `loss_weights`, `metrics` and
             `weighted_metrics`, `None` where not given.
 
@@ -222,7 +231,7 @@ def resolve_compile_arguments(model, given):
     }
 
 
-def check_loss(arguments):
+def check_loss(arguments: dict[str, Any]) -> None:
     """Refuse losses that Keras does not know, or computes wrongly.
 
     Whether there is any loss shows when the model runs: layers may add some.
@@ -234,7 +243,7 @@ def check_loss(arguments):
             check_loss_support(_get(get, "loss", leaf, example))
 
 
-def draw_seed(backend):
+def draw_seed(backend: Backend) -> int:
     """Draw a seed, the same in all processes."""
     seed = int(np.random.SeedSequence().generate_state(1)[0])
     if backend.replicas.processes == 1:
@@ -245,8 +254,13 @@ def draw_seed(backend):
 
 
 def check_options(
-    *, denominator, max_consecutive_skips, jit_compile, run_eagerly, seed
-):
+    *,
+    denominator: Any,
+    max_consecutive_skips: Any,
+    jit_compile: Any,
+    run_eagerly: Any,
+    seed: Any,
+) -> None:
     """Refuse options of the wrong kind."""
     if not (
         denominator is None or denominator == "samples" or callable(denominator)
@@ -278,7 +292,7 @@ def check_options(
         _check_whole("seed", seed, "Use None to draw one.", minimum=0)
 
 
-def _check_whole(name, value, remedy, *, minimum):
+def _check_whole(name: str, value: Any, remedy: str, *, minimum: int) -> None:
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if not is_whole or value < minimum:
         raise ValueError(
@@ -287,7 +301,9 @@ def _check_whole(name, value, remedy, *, minimum):
         )
 
 
-def check_replicas(hooks, model, replicas, run_eagerly):
+def check_replicas(
+    hooks: Hooks, model: Model, replicas: int, run_eagerly: bool
+) -> None:
     """Refuse several devices where they would not make one update.
 
     Raises:
@@ -314,7 +330,9 @@ def check_replicas(hooks, model, replicas, run_eagerly):
             )
 
 
-def check_memory(accumulation, backend, run_eagerly):
+def check_memory(
+    accumulation: Accumulation, backend: Backend, run_eagerly: bool
+) -> None:
     """Refuse to look for what fits where nobody knows what there is.
 
     Raises:

@@ -126,7 +126,7 @@ class Counting:
                 )
             )
 
-    def _read(self):
+    def _read(self) -> None:
         """Learn from the device which windows were applied."""
         if self._unread_windows:
             counters = self._read_counters()

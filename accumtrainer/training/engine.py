@@ -2,36 +2,46 @@
 
 import contextlib
 import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from accumtrainer import errors
-from accumtrainer.data.batches import Batch, map_leaves
+from accumtrainer.data.batches import Batch, Window, map_leaves
+from accumtrainer.data.source import Source
 from accumtrainer.diagnosis.bare_losses import check_bare_losses
-from accumtrainer.diagnosis.equivalence import EquivalenceCheck
-from accumtrainer.diagnosis.inspection import Replay
+from accumtrainer.diagnosis.equivalence import Equivalence, EquivalenceCheck
+from accumtrainer.diagnosis.inspection import Inspection, Replay
 from accumtrainer.diagnosis.moving_state import notes_of_state
 from accumtrainer.diagnosis.trials import Trials
+from accumtrainer.diagnosis.verdicts import LossTrial
 from accumtrainer.keras_api import BACKEND, keras, metric_names
+from accumtrainer.keras_api.types import Nest, Tensor, Variable
+from accumtrainer.observers.callback import Dispatcher
 from accumtrainer.observers.logs import Logs
 from accumtrainer.progress import Progress
 from accumtrainer.saving.snapshot import (
+    Snapshot,
     check_fits,
     copy_to_host,
     find_difference,
     put_back,
 )
 from accumtrainer.steps import Plan, Step, choose_plan, make_backend
-from accumtrainer.steps.memory import make_memory_plan
+from accumtrainer.steps.memory import MemoryPlan, make_memory_plan
+from accumtrainer.steps.report import Report
 from accumtrainer.training.counting import Counting
 from accumtrainer.training.evaluator import Evaluator
 from accumtrainer.training.in_flight import InFlight
 from accumtrainer.training.input_checks import compile_option, has_own_loss
-from accumtrainer.training.sizing import make_sizing
+from accumtrainer.training.sizing import AutoSize, make_sizing
 from accumtrainer.window.hooks import context_of
 from accumtrainer.window.objective import metric_variables, names_of
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.program import WindowProgram
+from accumtrainer.window.state import TrainingState
 from accumtrainer.window.trainable import Trainable, warn_of_nothing_to_train
 
 PARTS_OF_EPOCH = ("metrics", "means")
@@ -43,10 +53,7 @@ class Engine:
 
     Args:
         hooks: `Hooks`, the Trainer.
-        state: `TrainingState`.
         tracked: list of variables, filled until training begins.
-        jit_compile: `"auto"`, `True` or `False`.
-        run_eagerly: bool.
         max_consecutive_skips: int, or `None` for any number.
 
     Attributes:
@@ -58,13 +65,13 @@ class Engine:
 
     def __init__(
         self,
-        hooks,
-        state,
+        hooks: Any,
+        state: TrainingState,
         *,
-        tracked,
-        jit_compile,
-        run_eagerly,
-        max_consecutive_skips,
+        tracked: list[Variable],
+        jit_compile: bool | Literal["auto"],
+        run_eagerly: bool,
+        max_consecutive_skips: int | None,
     ):
         self._hooks = hooks
         self._model = hooks.model
@@ -88,23 +95,26 @@ class Engine:
         )
         self._evaluator = Evaluator(self._window_parts, jit_compile=jit_compile)
         self._sizing = make_sizing(hooks.accumulation, self._backend)
-        self._program = self._step = self._plan = None
+        self._program: Any = None
+        self._step: Any = None
+        self._plan: Plan | None = None
         self._last_report: Any = None
         self._in_flight = InFlight()
         self.counting = Counting(
             lambda: self._last_report.section("counters"),
             max_consecutive_skips,
         )
-        self._checked_losses = []
-        self._streams, self._settled_streams = [], 0
-        self.last_window = None
+        self._checked_losses: list[Any] = []
+        self._streams: list[Variable] = []
+        self._settled_streams = 0
+        self.last_window: Any = None
         self.data_seconds = 0.0
         is_built = self._model.built
         self._trainable = Trainable(self._model) if is_built else None
         self._compiled = list(self._model.metrics)
 
     @property
-    def rows_per_pass(self):
+    def rows_per_pass(self) -> int | None:
         """Samples that all replicas together run at a time, or `None`.
 
         Loader batches are micro-batches then, whatever their size.
@@ -112,31 +122,31 @@ class Engine:
         return self._sizing.rows_per_pass
 
     @property
-    def plan(self):
+    def plan(self) -> Any:
         """`Plan` of the windows, `None` before the first."""
         return None if self._plan is None else self._sizing.complete(self._plan)
 
     @property
-    def compiled_shapes(self):
+    def compiled_shapes(self) -> dict[str, list[str]]:
         """For which shapes there are programs, a nest of str."""
         return self._backend.compiled_shapes()
 
     @property
-    def trained_names(self):
+    def trained_names(self) -> list[str]:
         """Names of losses and metrics of windows, as Keras orders them."""
         return metric_names(self._model, names_of(self._program.survey.losses))
 
     @property
-    def evaluated_names(self):
+    def evaluated_names(self) -> list[str]:
         """Names of losses and metrics evaluated, as Keras orders them."""
         return self._evaluator.names
 
     @property
-    def has_begun(self):
+    def has_begun(self) -> bool:
         """Whether a window has been prepared for."""
         return self._program is not None
 
-    def check_compiled(self):
+    def check_compiled(self) -> None:
         """Refuse a model that has been compiled anew, with new metrics."""
         now = self._model.metrics
         if any(all(old is not new for new in now) for old in self._compiled):
@@ -144,7 +154,7 @@ class Engine:
                 errors.COMPILED_ANEW.format(model=self._model.name)
             )
 
-    def check_model(self):
+    def check_model(self) -> None:
         """Refuse a model that is not trained as it was made for now."""
         self.check_compiled()
         if self._trainable is None:
@@ -156,8 +166,13 @@ class Engine:
             )
 
     def prepare(
-        self, window, like=None, *, measures_gradients=False, warns=True
-    ):
+        self,
+        window: Window,
+        like: Snapshot | None = None,
+        *,
+        measures_gradients: bool = False,
+        warns: bool = True,
+    ) -> None:
         """Build what is missing before the first window runs.
 
         Args:
@@ -187,14 +202,16 @@ class Engine:
                 self._begin(program, like, jit_compile)
         self._settle_streams()
         program.passes.measures_gradients = measures_gradients
-        if self._sizing.is_undecided:
+        if isinstance(self._sizing, AutoSize) and self._sizing.is_undecided:
             self._sizing.choose(window, self._step)
         if self._accumulates(window):
             self._check_bare_losses(self._sizing.cut(window), warns=warns)
 
-    def _begin(self, program, like, jit_compile):
+    def _begin(
+        self, program: WindowProgram, like: Snapshot | None, jit_compile: Any
+    ) -> None:
         """Choose how windows run, now that it is known what they are like."""
-        self._plan = self._plan_of(like) or choose_plan(
+        plan = self._plan = self._plan_of(like) or choose_plan(
             self._model,
             program.survey.operations,
             self._backend,
@@ -202,10 +219,10 @@ class Engine:
             run_eagerly=self._run_eagerly,
         )
         self._program = program
-        self._step = Step(program, self._backend, self._plan)
+        self._step = Step(program, self._backend, plan)
         self._trainable = Trainable(self._model)
 
-    def _check_bare_losses(self, window, *, warns=True):
+    def _check_bare_losses(self, window: Window, *, warns: bool = True) -> None:
         """Refuse what cannot be weighed; warn once of what is weighed wrongly.
 
         Losses are others where data are of another structure.
@@ -217,7 +234,7 @@ class Engine:
         if is_stated and not warns:
             return
 
-        def find_trials():
+        def find_trials() -> list[LossTrial]:
             if self.replicas.count > 1:
                 return []
             self.publish()
@@ -226,33 +243,24 @@ class Engine:
         check_bare_losses(self._hooks, losses, find_trials)
         self._checked_losses.append(losses)
 
-    def notes_of_state(self, micro_batches):
+    def notes_of_state(self, micro_batches: Tensor) -> list[str]:
         """Write notes on layers whose state moves once per micro-batch."""
         moved = self._program.survey.moved
         return notes_of_state(self._model, moved, micro_batches)
 
-    def cut(self, window):
-        """Cut a window as it will run, once that is known.
-
-        Args:
-            window: `Window`.
-
-        Returns:
-            `Window`.
-        """
+    def cut(self, window: Window) -> Window:
+        """Cut a window as it will run, once that is known."""
         if self._sizing.is_undecided:
             self.prepare(window)
         return self._sizing.cut(window)
 
-    def memory_plan(self, window, sizes=None):
+    def memory_plan(
+        self, window: Window, sizes: Sequence[int] | None = None
+    ) -> MemoryPlan:
         """Predict what micro-batches of several sizes take.
 
         Args:
-            window: `Window`.
-            sizes: list of int, `None` for those that are tried.
-
-        Returns:
-            `MemoryPlan`.
+            sizes: `None` for those that are tried.
         """
         return make_memory_plan(
             window,
@@ -261,23 +269,25 @@ class Engine:
             predict=self._step.peak_bytes,
         )
 
-    def check_equivalence(self, window, whole, tolerance):
+    def check_equivalence(
+        self, window: Window, whole: Window, tolerance: float
+    ) -> Equivalence:
         """Compare a window with the big batch; see the Trainer's method."""
         self.prepare(window, warns=False)
         self.publish()
         check = EquivalenceCheck(
             self._parts_aside(),
             self._trials(),
-            jit_compile=self.plan.jit_compile,
+            jit_compile=bool(self._plan and self._plan.jit_compile),
             tolerance=tolerance,
         )
         return check.run(window, whole)
 
-    def _trials(self):
+    def _trials(self) -> Trials:
         parts = replace(self._parts_aside(), loss_scale=None)
         return Trials(parts, jit_compile=self._jit_compile)
 
-    def _parts_aside(self):
+    def _parts_aside(self) -> WindowParts:
         """Make parts with a backend of their own.
 
         The shapes of what is tried aside say nothing of training.
@@ -285,7 +295,7 @@ class Engine:
         backend = make_backend(run_eagerly=self._run_eagerly)
         return replace(self._window_parts, backend=backend)
 
-    def _plan_of(self, snapshot):
+    def _plan_of(self, snapshot: Snapshot | None) -> Plan | None:
         """Return the plan of a saved run, unless another was asked for."""
         if snapshot is None or snapshot.about["backend"] != BACKEND:
             return None
@@ -300,7 +310,9 @@ class Engine:
 
     # Saving and restoring.
 
-    def capture(self):
+    def capture(
+        self,
+    ) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
         """Copy what lasts from one window to the next to the host.
 
         Returns:
@@ -310,7 +322,13 @@ class Engine:
         values = {k: copy_to_host(v) for k, v in self._parts().items()}
         return values, self.counting.progress.as_dict()
 
-    def check_fits(self, values, *, is_amid_epoch, parts=None):
+    def check_fits(
+        self,
+        values: dict[str, dict[str, np.ndarray]],
+        *,
+        is_amid_epoch: bool,
+        parts: Collection[str] | None = None,
+    ) -> None:
         """Refuse saved values that are not this training's.
 
         Args:
@@ -330,8 +348,14 @@ class Engine:
                 check_fits(part, variables, values[part])
 
     def restore(
-        self, values, progress, *, is_amid_epoch, was_scaled, parts=None
-    ):
+        self,
+        values: dict[str, dict[str, np.ndarray]],
+        progress: dict[str, Any] | None,
+        *,
+        is_amid_epoch: bool,
+        was_scaled: bool,
+        parts: Collection[str] | None = None,
+    ) -> None:
         """Put captured values back; check first that they fit.
 
         Args:
@@ -364,7 +388,7 @@ class Engine:
             self.counting.restore(Progress.from_dict(progress), int(skips))
             self._last_report = None
 
-    def _settle_streams(self):
+    def _settle_streams(self) -> None:
         """Put saved random states back that nobody knew when it was asked."""
         streams = self._program.variables.parts["streams"]
         begun = self._settled_streams
@@ -373,7 +397,7 @@ class Engine:
             variable.assign(value)
         self._settled_streams = len(streams)
 
-    def _parts(self):
+    def _parts(self) -> dict[str, list[Variable]]:
         if self._program is not None:
             return self._program.variables.parts
         model, optimizer = self._model, self._hooks.optimizer
@@ -392,21 +416,14 @@ class Engine:
             "tracked": self._tracked,
         }
 
-    def start_epoch(self, epoch):
+    def start_epoch(self, epoch: int) -> None:
         """Begin an epoch's running means."""
         self.publish()
         self._in_flight.clear()
         self._program.variables.start_epoch(epoch)
 
-    def run_window(self, window):
-        """Make one update.
-
-        Args:
-            window: `Window`.
-
-        Returns:
-            `Report`.
-        """
+    def run_window(self, window: Window) -> Report:
+        """Make one update."""
         if window.micro_batches > 1 or self.replicas.count > 1:
             self._check_bare_losses(window)
         report = None
@@ -421,16 +438,12 @@ class Engine:
         self.counting.check_skips_if_many()
         return report
 
-    def publish(self):
+    def publish(self) -> None:
         """Make the model's variables current, for code that can look."""
         self._backend.publish()
 
-    def waiting_for(self, windows):
-        """Yield windows, noting for how long each is waited for.
-
-        Args:
-            windows: iterable of `Window`s.
-        """
+    def waiting_for(self, windows: Iterable[Window]) -> Iterator[Window]:
+        """Yield windows, noting for how long each is waited for."""
         windows = iter(windows)
         while True:
             begun = time.monotonic()
@@ -440,28 +453,28 @@ class Engine:
                 return
             yield window
 
-    def finish_epoch(self):
+    def finish_epoch(self) -> None:
         """Count an epoch that has run."""
         self.counting.add_epoch()
         if self.has_report:
             self.counting.check_skips()
 
     @property
-    def has_report(self):
+    def has_report(self) -> bool:
         """Whether a window has run since training began or was restored."""
         return self._last_report is not None
 
     @property
-    def window_logs(self):
+    def window_logs(self) -> Logs:
         """`Logs` of the last window alone, fetched when somebody looks."""
         return Logs(self._last_report.window_logs)
 
     @property
-    def micro_batch_logs(self):
+    def micro_batch_logs(self) -> Logs:
         """`Logs` of the last window's micro-batches, arrays `[k]`."""
         return Logs(self._last_report.micro_batches)
 
-    def inspect(self, window):
+    def inspect(self, window: Window) -> Inspection:
         """Run a window again without effect; see `Trainer.inspect`."""
         if self.replicas.processes > 1:
             raise RuntimeError(
@@ -479,24 +492,34 @@ class Engine:
             window, loss_scale=loss_scale, micro_batches_before=before
         )
 
-    def epoch_logs(self):
+    def epoch_logs(self) -> Logs:
         """Read the epoch so far, without its skipped windows, dict."""
         return self._last_report.epoch_logs()
 
-    def evaluate(self, source, dispatcher, rest=None):
+    def evaluate(
+        self,
+        source: Source,
+        dispatcher: Dispatcher,
+        rest: Callable[[], None] | None = None,
+    ) -> dict[str, Any]:
         """Evaluate a `Source`, dict of numbers; see `Evaluator`."""
         return self._evaluator.evaluate(
             source, dispatcher, rows_per_pass=self.rows_per_pass, rest=rest
         )
 
-    def predict(self, source, dispatcher, rest=None):
+    def predict(
+        self,
+        source: Source,
+        dispatcher: Dispatcher,
+        rest: Callable[[], None] | None = None,
+    ) -> Nest:
         """Predict for a `Source`, nest of NumPy arrays; see `Evaluator`."""
         return self._evaluator.predict(
             source, dispatcher, rows_per_pass=self.rows_per_pass, rest=rest
         )
 
     @contextlib.contextmanager
-    def metrics_kept(self):
+    def metrics_kept(self) -> Iterator[None]:
         """Put the model's metrics back after a validation amid an epoch."""
         self.publish()
         variables = metric_variables(self._model)
@@ -506,7 +529,7 @@ class Engine:
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
 
-    def _accumulates(self, window):
+    def _accumulates(self, window: Window) -> bool:
         """Whether windows of more than one micro-batch are to be expected."""
         steps = self._hooks.accumulation.steps
         # Whatever fits now may have to be cut later.

@@ -1,19 +1,26 @@
 """Evaluates and predicts over whole sources, and tells callbacks of it."""
 
 import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import numpy as np
 
 from accumtrainer import errors
-from accumtrainer.data.batches import Batch
+from accumtrainer.data.batches import Batch, Window
 from accumtrainer.data.processes import items_of_all
+from accumtrainer.data.source import Source
 from accumtrainer.keras_api import check_own_evaluation, metric_names, tree
+from accumtrainer.keras_api.types import Nest
+from accumtrainer.observers.callback import Dispatcher
 from accumtrainer.observers.logs import Logs
 from accumtrainer.steps import EvaluationStep, should_compile_evaluation
+from accumtrainer.steps.backend import Backend
 from accumtrainer.training.input_checks import compile_option, has_own_loss
 from accumtrainer.training.own_evaluation import OwnEvaluation, evaluates_itself
 from accumtrainer.window.evaluation import EvaluationProgram
 from accumtrainer.window.objective import names_of
+from accumtrainer.window.parts import WindowParts
 
 
 class Evaluator:
@@ -21,42 +28,49 @@ class Evaluator:
 
     Args:
         parts: whose losses and predictions they are.
-        jit_compile: `"auto"`, `True` or `False`.
     """
 
-    def __init__(self, parts, *, jit_compile):
+    def __init__(
+        self, parts: WindowParts, *, jit_compile: bool | Literal["auto"]
+    ):
         self._has_window_loss = parts.hooks.has_window_loss
         self._hooks = parts.hooks
         self._model = parts.model
         self._evaluates_itself = evaluates_itself(parts.hooks)
         self._jit_compile = jit_compile
+        assert isinstance(parts.backend, Backend)
         self._backend = parts.backend
         self._program = EvaluationProgram(parts)
         self._step = EvaluationStep(
             self._program,
-            parts.backend,
-            jit_compile=should_compile_evaluation(parts.backend, jit_compile),
+            self._backend,
+            jit_compile=should_compile_evaluation(self._backend, jit_compile),
         )
 
-    def build_model(self, batch):
+    def build_model(self, batch: Batch) -> None:
         """Create the variables of a model that has none yet."""
         self._program.build_model(batch)
 
     @property
-    def names(self):
+    def names(self) -> list[str]:
         """Names of losses and metrics evaluated, as Keras orders them."""
         if self._evaluates_itself:
             return metric_names(self._model)
         return metric_names(self._model, names_of(self._program.losses))
 
-    def evaluate(self, source, dispatcher, *, rows_per_pass, rest=None):
+    def evaluate(
+        self,
+        source: Source,
+        dispatcher: Dispatcher,
+        *,
+        rows_per_pass: int | None,
+        rest: Callable[[], None] | None = None,
+    ) -> dict[str, Any]:
         """Evaluate one source.
 
         Args:
-            source: `Source`.
             dispatcher: `Dispatcher` to tell about it.
-            rows_per_pass: int, samples to run at a time; `None` for any
-                number.
+            rows_per_pass: samples to run at a time; `None` for any number.
             rest: function to be called after every loader batch, or `None`.
 
         Returns:
@@ -86,7 +100,12 @@ class Evaluator:
             dispatcher.last_logs = results = self._step.results()
         return results
 
-    def _evaluate_by_model(self, source, dispatcher, rest):
+    def _evaluate_by_model(
+        self,
+        source: Source,
+        dispatcher: Dispatcher,
+        rest: Callable[[], None] | None,
+    ) -> dict[str, Any]:
         """Evaluate as Keras does, since the model has its own way for it."""
         if self._backend.replicas.processes > 1:
             raise ValueError(
@@ -102,21 +121,26 @@ class Evaluator:
             dispatcher.last_logs = logs = evaluation.run(source)
         return logs
 
-    def predict(self, source, dispatcher, *, rows_per_pass, rest=None):
+    def predict(
+        self,
+        source: Source,
+        dispatcher: Dispatcher,
+        *,
+        rows_per_pass: int | None,
+        rest: Callable[[], None] | None = None,
+    ) -> Nest:
         """Predict for one source.
 
         Args:
-            source: `Source`.
             dispatcher: `Dispatcher` to tell about it.
-            rows_per_pass: int, samples to run at a time; `None` for any
-                number.
+            rows_per_pass: samples to run at a time; `None` for any number.
             rest: function to be called after every loader batch, or `None`.
 
         Returns:
             Nest of NumPy arrays, one row per sample; ragged tensors where the
             predictions of batches differ in length, on TensorFlow.
         """
-        outputs = []
+        outputs: list[Nest] = []
         model = self._model
         model.stop_predicting = False
         items = items_of_all(source, self._backend.replicas)
@@ -137,14 +161,14 @@ class Evaluator:
                     break
         return tree.map_structure(self._join, *outputs)
 
-    def _check_text(self, batch):
+    def _check_text(self, batch: Batch) -> None:
         compile_option(
             batch,
             self._jit_compile,
             has_own_loss=has_own_loss(self._hooks),
         )
 
-    def _check_shapes(self, first, other):
+    def _check_shapes(self, first: Nest, other: Nest) -> None:
         """Refuse predictions of other shapes than the first ones, on JAX."""
         if self._backend.has_ragged:
             return
@@ -157,7 +181,7 @@ class Evaluator:
                     )
                 )
 
-    def _join(self, *parts):
+    def _join(self, *parts: Any) -> Any:
         """Join the predictions of several batches, arrays or ragged."""
         if len(parts) == 1:
             return parts[0]
@@ -167,24 +191,26 @@ class Evaluator:
             return self._backend.join_ragged(parts)
         return np.concatenate(parts)
 
-    def _agrees_on(self, flag):
+    def _agrees_on(self, flag: bool) -> bool:
         """Whether a callback of any process has set a flag of its model.
 
         Otherwise one could stop while others wait for it.
         """
         if self._backend.replicas.processes == 1:
             return flag
-        return self._backend.replicas.gather([bool(flag)]).any()
+        return bool(self._backend.replicas.gather([bool(flag)]).any())
 
     @contextlib.contextmanager
-    def _published_at_the_end(self):
+    def _published_at_the_end(self) -> Iterator[None]:
         """Leave the model current, however a pass over the data ends."""
         try:
             yield
         finally:
             self._backend.publish()
 
-    def _slice(self, source, item, rows_per_pass):
+    def _slice(
+        self, source: Source, item: Any, rows_per_pass: int | None
+    ) -> Window:
         """Cut a loader batch into what fits.
 
         A loss that compares examples must see those of a batch together.

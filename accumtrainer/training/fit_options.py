@@ -15,11 +15,11 @@ from accumtrainer.config import (
 from accumtrainer.keras_api import global_limit
 
 
-def checked_steps(name, value):
+def checked_steps(name: str, value: int | None) -> int | None:
     """Refuse a number of loader batches that is no number, and limit others.
 
     Returns:
-        int or `None`, no more than `keras.config.max_steps_per_epoch`.
+        No more than `keras.config.max_steps_per_epoch`.
 
     Raises:
         TypeError: it is no whole number.
@@ -30,7 +30,7 @@ def checked_steps(name, value):
     return limited(name, value, "max_steps_per_epoch")
 
 
-def limited(name, value, limit_name):
+def limited(name: str, value: Any, limit_name: str) -> Any:
     """Limit epochs or steps by what `keras.config` allows, with a warning.
 
     Args:
@@ -39,7 +39,7 @@ def limited(name, value, limit_name):
         limit_name: `"max_epochs"` or `"max_steps_per_epoch"`.
 
     Returns:
-        int, or `None`; what is no number is left for others to refuse.
+        What is no number is left for others to refuse.
     """
     limit = global_limit(limit_name)
     if limit is None:
@@ -70,7 +70,7 @@ class FitOptions:
         validation_every: `Every`, or `None` for the ends of epochs.
         validation_freq: int, or the 1-based epochs to validate after.
         fast_dev_run: `True` or a number of updates: a trial of everything.
-        overfit_batches: int, train again and again on the first few batches.
+        overfit_batches: train again and again on the first few batches.
         fast_forward: whether to run through past data on going on from a
             checkpoint, where there is no better way.
         check_inputs: whether to look at every number before it is used.
@@ -93,7 +93,7 @@ class FitOptions:
     fast_forward: bool = False
     check_inputs: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("epochs", "max_updates", "overfit_batches"):
             value = getattr(self, name)
             if value is not None:
@@ -133,7 +133,7 @@ class FitOptions:
             )
         self._check_validation_freq()
 
-    def _check_validation_freq(self):
+    def _check_validation_freq(self) -> None:
         freq = self.validation_freq
         if isinstance(freq, Sequence) and not isinstance(freq, str):
             for epoch in freq:
@@ -142,7 +142,7 @@ class FitOptions:
             require_count("validation_freq", freq, "Use 1 for every epoch.")
 
     @property
-    def last_epoch(self):
+    def last_epoch(self) -> float:
         """Where the epochs end: one past the last index, or infinity."""
         if self.epochs is not None:
             return self.epochs
@@ -152,24 +152,24 @@ class FitOptions:
         return math.inf if is_limited else self.initial_epoch + 1
 
     @property
-    def is_bounded(self):
+    def is_bounded(self) -> bool:
         """Whether the number of epochs is known."""
         return not math.isinf(self.last_epoch)
 
     @property
-    def may_end_amid_epoch(self):
+    def may_end_amid_epoch(self) -> bool:
         """Whether something else than the data ends an epoch."""
         return self.max_seconds is not None or not math.isinf(self.update_limit)
 
     @property
-    def update_limit(self):
+    def update_limit(self) -> float:
         """Updates after which to stop, or infinity."""
         limit = math.inf if self.max_updates is None else self.max_updates
         if self.fast_dev_run:
             limit = min(limit, int(self.fast_dev_run))
         return limit
 
-    def validates_after(self, epoch):
+    def validates_after(self, epoch: int) -> bool:
         """Whether the end of an epoch is a time to validate."""
         if self.validation_every is not None:
             return False

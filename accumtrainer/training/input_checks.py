@@ -1,19 +1,22 @@
 """Checks windows on the host, before they change anything."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from accumtrainer import errors
 from accumtrainer.data.batches import (
     Batch,
+    Window,
     name_of,
     named_arrays,
 )
 from accumtrainer.data.reading import is_text
 from accumtrainer.keras_api import BACKEND, flatten_layers, keras, tree
-from accumtrainer.window.hooks import context_of
+from accumtrainer.keras_api.types import Layer, Model, Nest, Tensor
+from accumtrainer.window.hooks import Hooks, context_of
 from accumtrainer.window.losses import find_loss
 
 
@@ -36,7 +39,7 @@ class IndexRule:
     ignored: int | None = None
     message: str = errors.NO_SUCH_CLASS
 
-    def breaches(self, indices):
+    def breaches(self, indices: np.ndarray) -> np.ndarray:
         """Tell which numbers break the rule.
 
         Args:
@@ -53,29 +56,26 @@ class IndexRule:
             breaches &= indices != self.ignored
         return breaches
 
-    def __str__(self):
+    def __str__(self) -> str:
         if self.count is None:
             return "of at least 0"
         return f"from 0 to {self.count - 1}"
 
 
-def has_own_loss(hooks):
-    """Say whether targets go to code of the user's own.
-
-    Args:
-        hooks: `Hooks`, the Trainer.
-    """
+def has_own_loss(hooks: Hooks) -> bool:
+    """Say whether targets go to code of the user's own."""
     return context_of(hooks).compiled_loss is None or hooks.overrides(
         "compute_loss"
     )
 
 
-def compile_option(batch, jit_compile, *, has_own_loss):
+def compile_option(
+    batch: Batch, jit_compile: bool | Literal["auto"], *, has_own_loss: bool
+) -> bool | Literal["auto"]:
     """Choose whether XLA may compile what runs on a batch.
 
     Args:
-        batch: `Batch`, the first one.
-        jit_compile: `"auto"`, `True` or `False`.
+        batch: the first one.
         has_own_loss: whether targets go to code of the user's own.
 
     Returns:
@@ -101,7 +101,7 @@ def compile_option(batch, jit_compile, *, has_own_loss):
     return jit_compile
 
 
-def _refuse_text(field, name, has_own_loss):
+def _refuse_text(field: str, name: str, has_own_loss: bool) -> None:
     if field == "y" and not has_own_loss:
         rule, remedy = "for the loss", errors.NUMBER_LABELS
     elif field == "sample_weight":
@@ -113,7 +113,7 @@ def _refuse_text(field, name, has_own_loss):
     raise TypeError(errors.TEXT.format(name=name, rule=rule, remedy=remedy))
 
 
-def id_rules(model, x):
+def id_rules(model: Model, x: Nest) -> dict[tuple, IndexRule]:
     """Find the inputs that an embedding looks up, and how many rows it has.
 
     Args:
@@ -144,7 +144,7 @@ def id_rules(model, x):
     return rules
 
 
-def _input_of(layer):
+def _input_of(layer: Layer) -> Any:
     """Return what a layer of a functional model was called with, or `None`."""
     try:
         return layer.input
@@ -152,7 +152,7 @@ def _input_of(layer):
         return None  # never, or several times, or not in such a model
 
 
-def label_rules(model, loss, y):
+def label_rules(model: Model, loss: Any, y: Nest) -> dict[tuple, IndexRule]:
     """Find the targets that are class numbers, and what they may be.
 
     Args:
@@ -182,12 +182,12 @@ def label_rules(model, loss, y):
     return rules
 
 
-def _outputs(model):
+def _outputs(model: Model) -> tuple[Any, Any]:
     outputs = getattr(model, "outputs", None) or []
     return outputs, getattr(model, "output_names", None) or []
 
 
-def _paired(path, tensors, names):
+def _paired(path: tuple, tensors: Any, names: Any) -> Any:
     """Return the input or output that a path belongs to, or `None`."""
     if not path and len(tensors) == 1:
         return tensors[0]
@@ -199,7 +199,7 @@ def _paired(path, tensors, names):
     return dict(zip(names, tensors, strict=False)).get(key)
 
 
-def _loss_of(path, loss, outputs, names):
+def _loss_of(path: tuple, loss: Any, outputs: Any, names: Any) -> Any:
     """Return the loss of one output, or `None`."""
     if isinstance(loss, (list, tuple)):
         by_place = dict(enumerate(loss))
@@ -214,7 +214,9 @@ def _loss_of(path, loss, outputs, names):
     return by_place.get(0) if len(outputs) == 1 else None
 
 
-def _label_rule(identifier, labels, output):
+def _label_rule(
+    identifier: Any, labels: Any, output: Tensor
+) -> IndexRule | None:
     """Return the rule for labels, `None` where they are no class numbers."""
     shape = None if output is None else tuple(output.shape)
     if str(identifier).lower() in ("crossentropy", "ce") and output is None:
@@ -226,14 +228,14 @@ def _label_rule(identifier, labels, output):
         and loss is not keras.losses.sparse_categorical_crossentropy
     ):
         return None
-    known = shape is not None and _has_classes_last(labels.shape, shape)
+    is_known = shape is not None and _has_classes_last(labels.shape, shape)
     return IndexRule(
-        count=shape[-1] if known else None,
+        count=shape[-1] if shape is not None and is_known else None,
         ignored=getattr(loss, "ignore_class", None),
     )
 
 
-def _has_classes_last(labels, output):
+def _has_classes_last(labels: Sequence[int], output: Sequence[int]) -> bool:
     """Whether an output has one class more per label on its last axis."""
     if len(labels) == len(output) and labels[-1] == 1:
         labels = labels[:-1]
@@ -243,7 +245,7 @@ def _has_classes_last(labels, output):
     )
 
 
-def fixed_sizes(model, batch):
+def fixed_sizes(model: Model, batch: Batch) -> dict[tuple, dict[int, int]]:
     """Find the axes that must stay as long as they are.
 
     These are the axes of inputs, and of targets shaped like an output, whose
@@ -251,7 +253,7 @@ def fixed_sizes(model, batch):
 
     Args:
         model: built `keras.Model`.
-        batch: `Batch`, the first micro-batch.
+        batch: the first micro-batch.
 
     Returns:
         Dict from `(field, path)` to a dict from axis to size.
@@ -302,7 +304,7 @@ class InputChecks:
     numbers: bool = False
 
     @classmethod
-    def of(cls, trainer, batch, *, numbers):
+    def of(cls, trainer: Any, batch: Batch, *, numbers: bool) -> "InputChecks":
         """Make the checks for a Trainer, from the first micro-batch.
 
         What the Trainer's own hooks may change is left to them: sizes and
@@ -322,11 +324,10 @@ class InputChecks:
             rules["y"] = label_rules(model, model.loss, batch.y)
         return cls(sizes=sizes, indices=rules, numbers=numbers)
 
-    def check(self, window, *, epoch, index):
+    def check(self, window: Window, *, epoch: int, index: int) -> None:
         """Refuse a window that cannot be right.
 
         Args:
-            window: `Window`.
             epoch: index of the epoch, for the message.
             index: index of the window in the epoch, for the message.
 
@@ -334,7 +335,7 @@ class InputChecks:
             DataError: another size than before; or, with `numbers`, a number
                 that is not finite, a label of no class, or an id of no row.
         """
-        batches = [window.stacked] if window.is_even else window.parts
+        batches = window.parts or (window.stacked,)
         for position, batch in enumerate(batches):
             axis = 1 if window.is_even else 0
             place = Place(position, index, epoch)
@@ -353,21 +354,23 @@ class Place(NamedTuple):
     window: int
     epoch: int
 
-    def __str__(self):
+    def __str__(self) -> str:
         return (
             f"micro-batch {self.micro_batch}, window {self.window} of epoch "
             f"{self.epoch}"
         )
 
 
-def check_sizes(batch, sizes, place, samples_axis=0):
+def check_sizes(
+    batch: Any, sizes: dict, place: Place, samples_axis: int = 0
+) -> None:
     """Refuse arrays whose fixed axes have another size than before.
 
     Args:
         batch: `Batch`.
         sizes: dict, from `fixed_sizes`.
         place: `Place` of the batch, for the message.
-        samples_axis: int, which axis counts the samples.
+        samples_axis: which axis counts the samples.
 
     Raises:
         DataError: an axis has another size.
@@ -388,11 +391,10 @@ def check_sizes(batch, sizes, place, samples_axis=0):
                 )
 
 
-def check_numbers(batch, rules, place):
+def check_numbers(batch: Batch, rules: dict, place: Place) -> None:
     """Refuse numbers that are not finite, and indices of nothing.
 
     Args:
-        batch: `Batch`.
         rules: dict by field of dicts from the path to `IndexRule`.
         place: `Place` of the batch, for the message.
 
@@ -410,7 +412,15 @@ def check_numbers(batch, rules, place):
                 _refuse(rule.message, field, path, array, is_wrong, place, rule)
 
 
-def _refuse(message, field, path, array, is_wrong, place, rule=None):
+def _refuse(
+    message: str,
+    field: str,
+    path: tuple,
+    array: np.ndarray,
+    is_wrong: np.ndarray,
+    place: Place,
+    rule: IndexRule | None = None,
+) -> None:
     """Raise an error that names the first wrong value, if there is one."""
     if not is_wrong.any():
         return

@@ -5,24 +5,32 @@ import itertools
 import math
 import time
 import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from accumtrainer import errors
-from accumtrainer.data.batches import window_of_batches
+from accumtrainer.data.batches import Window, window_of_batches
 from accumtrainer.data.position import Position
-from accumtrainer.data.source import groups
+from accumtrainer.data.source import Source, groups
 from accumtrainer.keras_api import take_initial_epoch
+from accumtrainer.observers.callback import Dispatcher
 from accumtrainer.observers.logs import Logs
+from accumtrainer.progress import Progress
 from accumtrainer.saving.callback_state import CallbackStates
-from accumtrainer.saving.snapshot import blank
+from accumtrainer.saving.snapshot import Snapshot, blank
+from accumtrainer.steps.report import Report
 from accumtrainer.training.announcing import (
     FIRST_OF_A_SIZE,
     NOTHING_LEFT,
     describe,
     updates_in_epoch,
 )
+from accumtrainer.training.engine import Engine
+from accumtrainer.training.fit_options import FitOptions
 from accumtrainer.training.input_checks import InputChecks
 from accumtrainer.training.signals import Interruption
 from accumtrainer.training.start import FreshStart, SavedStart
+from accumtrainer.training.validation import Validation
 
 
 class FitLoop:
@@ -31,15 +39,19 @@ class FitLoop:
     Args:
         trainer: `Trainer`.
         engine: `Engine` of the Trainer.
-        options: `FitOptions`.
         source: `Source` of the training data.
-        validation: `Validation`.
-        dispatcher: `Dispatcher`.
         saved: `Snapshot` to go on from, or `None` to begin.
     """
 
     def __init__(
-        self, trainer, engine, options, source, validation, dispatcher, saved
+        self,
+        trainer: Any,
+        engine: Engine,
+        options: FitOptions,
+        source: Source,
+        validation: Validation,
+        dispatcher: Dispatcher,
+        saved: Snapshot | None,
     ):
         self._trainer = trainer
         self._engine = engine
@@ -57,16 +69,16 @@ class FitLoop:
         )
         self._agreed_seconds = 0.0
         self._saved = saved
-        self._validation_logs = {}
-        self._checks = None
-        self._callback_states = None
-        self._told_plan = None
+        self._validation_logs: dict[str, Any] = {}
+        self._checks: Any = None
+        self._callback_states: Any = None
+        self._told_plan: Any = None
         self._is_at_rest = False
         self._first_epoch = options.initial_epoch
         self._has_run_out = False
-        self._first_items = None
+        self._first_items: Any = None
 
-    def run(self, announce):
+    def run(self, announce: Callable[[str], None]) -> Any:
         """Train until an end is reached.
 
         Args:
@@ -107,7 +119,7 @@ class FitLoop:
         self._interruption.check()  # of while callbacks were closed
         return self._dispatcher.history
 
-    def _find_start(self):
+    def _find_start(self) -> FreshStart:
         if self._saved is None:
             epoch = self._options.initial_epoch
             return FreshStart(epoch, self._engine.counting.progress)
@@ -119,16 +131,16 @@ class FitLoop:
             fast_forward=self._options.fast_forward,
         )
 
-    def _prepare(self):
+    def _prepare(self) -> Iterator[Window]:
         """Build what the first window needs; return the windows to come."""
         start, is_saved = self._start, self._saved is not None
         has_ended = is_saved and not self._should_begin()
-        upcoming = iter(()) if has_ended else self._groups(self._position)
-        self._first_items = next(upcoming, None)
+        items = iter(()) if has_ended else self._groups(self._position)
+        self._first_items = next(items, None)
         begun = list(
             self._cut([self._first_items] if self._first_items else [])
         )
-        upcoming = self._cut(upcoming)
+        upcoming = self._cut(items)
         first = begun[0] if begun else self._window_to_see()
         start.micro_batch = first.split()[0]
         if begun and self._options.check_inputs and self._trainer.model.built:
@@ -154,7 +166,7 @@ class FitLoop:
                 self._announce(note)
         return itertools.chain(begun, upcoming)
 
-    def _begun_elsewhere(self):
+    def _begun_elsewhere(self) -> Iterator[Window] | None:
         """Begin at another epoch where a callback wants that.
 
         `BackupAndRestore` says so when training begins, and some of the first
@@ -176,21 +188,21 @@ class FitLoop:
             self._position.carried = list(items)
         return self._windows(self._position)
 
-    def _make_checks(self):
+    def _make_checks(self) -> InputChecks:
         return InputChecks.of(
             self._trainer,
             self._start.micro_batch,
             numbers=self._options.check_inputs,
         )
 
-    def _check(self, window, checks, index):
+    def _check(self, window: Window, checks: InputChecks, index: int) -> None:
         """Refuse a window that is wrong, or whose other shares are."""
         # Shares have the same sizes; numbers can be wrong in one alone.
         is_alone = not self._options.check_inputs
         with contextlib.nullcontext() if is_alone else self._source.together():
             checks.check(window, epoch=self._position.epoch, index=index)
 
-    def snapshot_parts(self):
+    def snapshot_parts(self) -> dict[str, Any]:
         """Return what the loop adds to a snapshot, a dict of its fields."""
         return {
             "position": self._position.get_state(),
@@ -207,18 +219,18 @@ class FitLoop:
             "callbacks": self._callback_states.get(),
         }
 
-    def _restore(self):
+    def _restore(self) -> None:
         self._start.restore(self._engine, self._callback_states)
         self._validation_logs = self._start.validation_logs
 
-    def _rest(self, reason):
+    def _rest(self, reason: str) -> None:
         """Tell callbacks that everything until here is done."""
         self._is_at_rest = False
         self._dispatcher.call("on_safe_point", reason, {})
         self._is_at_rest = True
 
     @contextlib.contextmanager
-    def _saved_on_errors(self):
+    def _saved_on_errors(self) -> Iterator[None]:
         """Let callbacks save if an error comes between two windows."""
         try:
             yield
@@ -231,14 +243,14 @@ class FitLoop:
             raise
 
     @contextlib.contextmanager
-    def _published_at_the_end(self):
+    def _published_at_the_end(self) -> Iterator[None]:
         """Leave the model current, however training ends."""
         try:
             yield
         finally:
             self._engine.publish()
 
-    def _describe(self, first):
+    def _describe(self, first: Window) -> str:
         trainer, epoch = self._trainer, self._options.initial_epoch
         return describe(
             first,
@@ -247,15 +259,15 @@ class FitLoop:
             updates=updates_in_epoch(self._source, trainer.accumulation, epoch),
         )
 
-    def _windows(self, position):
+    def _windows(self, position: Position) -> Iterator[Window]:
         return self._cut(self._groups(position))
 
-    def _cut(self, groups):
+    def _cut(self, groups: Iterable[tuple]) -> Iterator[Window]:
         """Make windows of groups of loader items, as is right by now."""
         size = self._engine.rows_per_pass
         return (self._source.window(items, size) for items in groups)
 
-    def _groups(self, position):
+    def _groups(self, position: Position) -> Iterator[tuple]:
         """Yield the loader items of each window of the rest of an epoch.
 
         The first epoch must have some; a later one that has none ends the
@@ -277,7 +289,7 @@ class FitLoop:
             if epoch == self._first_epoch:
                 raise
 
-    def _window_to_see(self):
+    def _window_to_see(self) -> Window:
         """Make a window for building where none comes, or not yet."""
         steps = self._trainer.accumulation.steps_at(
             self._position.epoch, self._updates()
@@ -294,13 +306,13 @@ class FitLoop:
         items = itertools.islice(itertools.cycle(position.carried), steps)
         return self._source.window(list(items), None)
 
-    def _updates(self):
+    def _updates(self) -> int:
         """Count the updates made, only where the window's size needs it."""
         if not callable(self._trainer.accumulation.steps):
             return 0
         return self._start.updates(self._engine)
 
-    def _should_begin(self):
+    def _should_begin(self) -> bool:
         position = self._position
         if self._has_run_out or position.epoch >= self._options.last_epoch:
             return False
@@ -308,7 +320,7 @@ class FitLoop:
             return True
         return self._start.is_amid_epoch or not self._should_stop()
 
-    def _seconds(self):
+    def _seconds(self) -> float:
         """Seconds since training began, without those it was interrupted.
 
         Processes go by the chief's clock, as it was when they last agreed.
@@ -317,10 +329,10 @@ class FitLoop:
             return self._agreed_seconds
         return self._own_seconds()
 
-    def _own_seconds(self):
+    def _own_seconds(self) -> float:
         return self._start.seconds + time.monotonic() - self._begun
 
-    def _agree(self):
+    def _agree(self) -> None:
         """Let processes agree on clock, signals and whether to stop.
 
         Otherwise one could stop while others wait for it.
@@ -339,7 +351,7 @@ class FitLoop:
         model.stop_training = bool(stops.any())
         self._interruption.agree(int(signals.max()))
 
-    def _should_stop(self):
+    def _should_stop(self) -> bool:
         trainer, options = self._trainer, self._options
         if trainer.model.stop_training:
             return True
@@ -348,13 +360,13 @@ class FitLoop:
                 return True
         return self._has_made_all_updates()
 
-    def _has_made_all_updates(self):
+    def _has_made_all_updates(self) -> bool:
         if math.isinf(self._options.update_limit):
             return False
         end = self._start.before.updates + self._options.update_limit
         return self._start.has_made(end, self._engine)
 
-    def _run_epoch(self, upcoming):
+    def _run_epoch(self, upcoming: Iterator[Window]) -> bool:
         """Run an epoch, or the rest of one.
 
         Returns:
@@ -388,12 +400,12 @@ class FitLoop:
             self._leave_if_interrupted()
         return is_complete
 
-    def _epoch_logs(self):
+    def _epoch_logs(self) -> Any:
         if self._engine.has_report:
             return self._engine.epoch_logs()
         return self._start.last_logs
 
-    def _run_windows(self, upcoming):
+    def _run_windows(self, upcoming: Iterator[Window]) -> bool:
         """Run the windows of an epoch until there are no more, or an end is.
 
         Returns:
@@ -417,7 +429,7 @@ class FitLoop:
         self._is_at_rest = False
         return True
 
-    def _apply_carried(self):
+    def _apply_carried(self) -> None:
         """Make an update of what an epoch has carried on to none.
 
         Training was to end with some epoch, and has ended earlier. A
@@ -429,12 +441,12 @@ class FitLoop:
             self._run_window(self._source.window(items, None))
             self._engine.counting.check_skips()
 
-    def _leave_if_interrupted(self):
+    def _leave_if_interrupted(self) -> None:
         if self._interruption.is_pending:
             self._rest("interruption")
         self._interruption.check()
 
-    def _run_window(self, window):
+    def _run_window(self, window: Window) -> None:
         index = self._position.windows - 1
         self._check(window, self._checks, index)
         engine, dispatcher = self._engine, self._dispatcher
@@ -456,14 +468,16 @@ class FitLoop:
         dispatcher.call("on_train_batch_end", index, logs)
         self._tell_of_plan()
 
-    def _tell_of_plan(self):
+    def _tell_of_plan(self) -> None:
         """Announce what a first window has shown of a size that was chosen."""
         plan = self._engine.plan
         if plan != self._told_plan:
             self._told_plan = plan
             self._announce(FIRST_OF_A_SIZE.format(plan=plan))
 
-    def _tell_micro_batches(self, report, window, progress):
+    def _tell_micro_batches(
+        self, report: Report, window: Window, progress: Progress
+    ) -> None:
         """Tell of micro-batches, with `progress` as if one by one."""
         columns = report.micro_batches()
         with self._engine.counting.showing(progress):
@@ -474,7 +488,7 @@ class FitLoop:
                 self._dispatcher.call("on_micro_batch", index, logs)
                 self._dispatcher.call("on_accumulate", index, logs)
 
-    def _validate_if_due(self):
+    def _validate_if_due(self) -> None:
         every = self._options.validation_every
         if every is None or not self._validation:
             return
@@ -484,8 +498,8 @@ class FitLoop:
             with self._engine.metrics_kept():
                 self._validate()
 
-    def _validate(self):
-        def evaluate(source):
+    def _validate(self) -> None:
+        def evaluate(source: Source) -> dict[str, Any]:
             return self._engine.evaluate(source, self._dispatcher)
 
         self._validation_logs = self._validation.run(evaluate)

@@ -6,14 +6,19 @@ can know: so batches go to `Model.evaluate` as the loader yields them.
 
 import contextlib
 import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
 
+from accumtrainer.data.source import Source
 from accumtrainer.keras_api import keras
+from accumtrainer.keras_api.types import Model, Nest, Variable
+from accumtrainer.observers.callback import Dispatcher
 from accumtrainer.observers.logs import Logs
-from accumtrainer.window.hooks import overrides
+from accumtrainer.window.hooks import Hooks, overrides
 from accumtrainer.window.objective import metric_variables
 
 
-def evaluates_itself(hooks):
+def evaluates_itself(hooks: Hooks) -> bool:
     """Whether a model evaluates itself, and no Trainer in its place."""
     steps = ("test_step", "make_test_function")
     own = any(overrides(hooks.model, step) for step in steps)
@@ -29,17 +34,19 @@ class OwnEvaluation:
         rest: function to be called after every loader batch, or `None`.
     """
 
-    def __init__(self, model, dispatcher, rest):
+    def __init__(
+        self,
+        model: Model,
+        dispatcher: Dispatcher,
+        rest: Callable[[], None] | None,
+    ):
         self._model = model
         self._dispatcher = dispatcher
         self._rest = rest
-        self._failure = None
+        self._failure: Exception | None = None
 
-    def run(self, source):
+    def run(self, source: Source) -> dict[str, float]:
         """Evaluate one source.
-
-        Args:
-            source: `Source`.
 
         Returns:
             Dict of numbers.
@@ -56,7 +63,7 @@ class OwnEvaluation:
             )
 
     @contextlib.contextmanager
-    def _kept_whole(self):
+    def _kept_whole(self) -> Iterator[None]:
         """Raise what data raised; leave the model its values all the same.
 
         On JAX, Keras takes the values out of the variables meanwhile, and
@@ -76,7 +83,7 @@ class OwnEvaluation:
         if self._failure is not None:
             raise self._failure
 
-    def _batches(self, source):
+    def _batches(self, source: Source) -> Iterator[tuple]:
         """Yield what Keras hands to the step, until something is wrong.
 
         An error would come out of TensorFlow as another one.
@@ -97,16 +104,16 @@ class OwnEvaluation:
 class _Telling(keras.callbacks.Callback):
     """Tells a dispatcher of what Keras evaluates."""
 
-    def __init__(self, dispatcher, rest):
+    def __init__(self, dispatcher: Dispatcher, rest: Callable[[], None] | None):
         super().__init__()
         self._tells = dispatcher
         self._rest = rest
 
-    def on_test_batch_begin(self, batch, logs=None):
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
         """See `Callback`."""
         self._tells.call("on_test_batch_begin", batch, {})
 
-    def on_test_batch_end(self, batch, logs=None):
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """See `Callback`."""
         # On JAX, Keras makes the model current when a callback asks for it.
         assert self.model is not None
@@ -116,7 +123,7 @@ class _Telling(keras.callbacks.Callback):
             self._rest()
 
 
-def _without_lists(nest):
+def _without_lists(nest: Nest) -> Nest:
     """Make tuples of lists, which TensorFlow would take for tensors."""
     if isinstance(nest, dict):
         return {name: _without_lists(part) for name, part in nest.items()}
@@ -125,7 +132,7 @@ def _without_lists(nest):
     return nest
 
 
-def _has_value(variable):
+def _has_value(variable: Variable) -> bool:
     try:
         return variable.value is not None
     except TypeError:  # Keras asks for an initializer that it has let go

@@ -2,28 +2,35 @@
 
 import contextlib
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from accumtrainer import errors
-from accumtrainer.data.batches import leaves
+from accumtrainer.config import Accumulation
+from accumtrainer.data.batches import Window, leaves
 from accumtrainer.diagnosis.device import measure_peak_memory
+from accumtrainer.steps.backend import Backend
 from accumtrainer.steps.memory import (
     Backup,
     largest_that_fits,
     sizes_of,
     smaller_size,
 )
+from accumtrainer.steps.plan import Plan
+from accumtrainer.steps.report import Report
+from accumtrainer.steps.step import Step
+from accumtrainer.window.variables import WindowVariables
 
 # Leaves a loader batch whole until it is known what fits.
 ANY_SIZE = 2**62
 
 
-def make_sizing(accumulation, backend):
+def make_sizing(
+    accumulation: Accumulation, backend: Backend
+) -> "GivenSize | AutoSize":
     """Make what says how large micro-batches are.
-
-    Args:
-        accumulation: `Accumulation`.
-        backend: the backend's functions.
 
     Returns:
         `GivenSize` or `AutoSize`.
@@ -44,8 +51,8 @@ class GivenSize:
     """Leave micro-batches as large as they were asked for.
 
     Args:
-        rows_per_pass: int, samples that all replicas together run at a time;
-            `None` where loader batches are micro-batches, whatever their size.
+        rows_per_pass: samples that all replicas together run at a time; `None`
+            where loader batches are micro-batches, whatever their size.
     """
 
     rows_per_pass: int | None
@@ -56,16 +63,18 @@ class GivenSize:
     may_cut = False
     """Whether a window may come to be of more micro-batches."""
 
-    def cut(self, window):
+    def cut(self, window: Window) -> Window:
         """Return a window as it will run: as it is."""
         return window
 
-    def trying(self, window, variables):
+    def trying(
+        self, window: Window, variables: WindowVariables
+    ) -> AbstractContextManager[Callable[[Report], Report]]:
         """Make a scope to run a window in, and what is to note its report."""
         del window, variables
         return contextlib.nullcontext(_as_it_is)
 
-    def complete(self, plan):
+    def complete(self, plan: Plan) -> Plan:
         """Return a `Plan` with what was chosen here: nothing."""
         return plan
 
@@ -76,35 +85,35 @@ class AutoSize:
     Sizes that divide a window evenly are preferred, see `smaller_size`.
 
     Args:
-        backend: the backend's functions.
-        limit_bytes: int, most memory of a device that an update may take.
+        limit_bytes: most memory of a device that an update may take.
     """
 
     may_cut = True
 
-    def __init__(self, backend, limit_bytes):
+    def __init__(self, backend: Backend, limit_bytes: Any):
         self._backend = backend
         self._limit_bytes = limit_bytes
-        self._size = self._peak_bytes = None
-        self._measured: tuple[int | None, str | None] = None, None
-        self._fitted = set()
+        self._size: int = 0  # until it is chosen
+        self._peak_bytes: int | None = None
+        self._measured: tuple[int | None, Any] = None, None
+        self._fitted: set[tuple] = set()
 
     @property
-    def is_undecided(self):
+    def is_undecided(self) -> bool:
         """Whether a size has yet to be chosen."""
-        return self._size is None
+        return not self._size
 
     @property
-    def rows_per_pass(self):
+    def rows_per_pass(self) -> int:
         """Samples that all replicas together run at a time."""
         return (self._size or ANY_SIZE) * self._backend.replicas.count
 
-    def choose(self, window, step):
+    def choose(self, window: Window, step: Step) -> None:
         """Choose the largest micro-batches that are predicted to fit.
 
         Args:
             window: `Window` like those to come.
-            step: `Step`, which predicts.
+            step: which predicts.
         """
         size, self._peak_bytes = largest_that_fits(
             sizes_of(self._samples_per_replica(window)),
@@ -117,20 +126,21 @@ class AutoSize:
             size = int(self._backend.replicas.gather([size])[:, 0].min())
         self._size = size
 
-    def cut(self, window):
+    def cut(self, window: Window) -> Window:
         """Return a window as it will run."""
         return window.recut(self.rows_per_pass)
 
     @contextlib.contextmanager
-    def trying(self, window, variables):
+    def trying(
+        self, window: Window, variables: WindowVariables
+    ) -> Iterator[Callable[[Report], Report]]:
         """Make a scope to run a window in, and what is to note its report.
 
         Where memory runs out inside it, everything is put back and the window
         has no report: it is to be cut anew.
 
         Args:
-            window: `Window`, as it was cut.
-            variables: `WindowVariables`.
+            window: as it was cut.
         """
         shapes = _shapes(window)
         if shapes in self._fitted:
@@ -152,7 +162,7 @@ class AutoSize:
             if self._measured == (None, None):
                 self._measured = measure_peak_memory()
 
-    def _shrink(self, window):
+    def _shrink(self, window: Window) -> None:
         """Go on in smaller micro-batches than those of a window."""
         before = self._size
         self._size = smaller_size(before, self._samples_per_replica(window))
@@ -163,15 +173,15 @@ class AutoSize:
             stacklevel=2,
         )
 
-    def _samples_per_replica(self, window):
+    def _samples_per_replica(self, window: Window) -> int:
         return -(-window.samples // self._backend.replicas.count)
 
-    def complete(self, plan):
+    def complete(self, plan: Plan) -> Plan:
         """Return a `Plan` with what was chosen here."""
         measured_peak_bytes, measured_of = self._measured
         return replace(
             plan,
-            micro_batch_size=self._size,
+            micro_batch_size=self._size or None,
             peak_bytes=self._peak_bytes,
             limit_bytes=self._limit_bytes,
             measured_peak_bytes=measured_peak_bytes,
@@ -179,7 +189,7 @@ class AutoSize:
         )
 
 
-def _shapes(window):
+def _shapes(window: Window) -> tuple:
     """Return what must be equal for windows to take as much memory."""
     return tuple(
         # Text is of one type, however long the longest of a batch is.
@@ -188,10 +198,10 @@ def _shapes(window):
     )
 
 
-def _as_it_is(report):
+def _as_it_is(report: Report) -> Report:
     return report
 
 
-def _having_run(report):
+def _having_run(report: Report) -> Report:
     report.wait()  # since errors may come late
     return report

@@ -1,5 +1,6 @@
 """Where a fit starts: anew, or where the run that a snapshot is of stopped."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from accumtrainer.data.position import Position
@@ -30,7 +31,7 @@ class FreshStart:
     """
 
     is_amid_epoch = False
-    snapshot: Snapshot | None = None
+    snapshot: Any = None
 
     def __init__(self, epoch: int, progress: Progress):
         self.position = Position(epoch=epoch)
@@ -38,7 +39,7 @@ class FreshStart:
         self.seconds = 0.0
         self.validation_logs: dict[str, Any] = {}
         self.last_logs: dict[str, Any] = {}
-        self.micro_batch = None
+        self.micro_batch: Any = None
 
     def check(self, engine: Any) -> None:
         """Refuse what does not fit, when the program is known."""
@@ -74,7 +75,7 @@ class SavedStart(FreshStart):
         snapshot: Snapshot,
         source: Source,
         model: Any,
-        callbacks: list,
+        callbacks: Sequence[Any],
         *,
         fast_forward: bool,
     ):
@@ -95,18 +96,18 @@ class SavedStart(FreshStart):
         model.stop_training = run["has_stopped"]
         announce_states(callbacks, snapshot.callbacks)
 
-    def _begin_epoch(self, snapshot):
+    def _begin_epoch(self, snapshot: Snapshot) -> None:
         """Begin the next epoch, as the place in the data was not saved."""
         super().__init__(snapshot.progress["epochs"], Progress())
         self.validated = Progress.from_dict(snapshot.progress)
         self.seconds = self.validated.seconds
 
-    def check(self, engine):
+    def check(self, engine: Any) -> None:
         engine.check_fits(
             self.snapshot.variables, is_amid_epoch=self.is_amid_epoch
         )
 
-    def restore(self, engine, states):
+    def restore(self, engine: Any, states: CallbackStates) -> None:
         snapshot, self.snapshot = self.snapshot, None
         if snapshot is None:
             return
@@ -121,12 +122,12 @@ class SavedStart(FreshStart):
             self.validation_logs = dict(snapshot.run["validation_logs"])
         states.set(snapshot.callbacks)
 
-    def has_made(self, updates, engine):
+    def has_made(self, updates: float, engine: Any) -> bool:
         if self.snapshot is None:
             return super().has_made(updates, engine)
         return self.snapshot.progress["updates"] >= updates
 
-    def updates(self, engine):
+    def updates(self, engine: Any) -> int:
         if self.snapshot is None:
             return super().updates(engine)
         return self.snapshot.progress["updates"]

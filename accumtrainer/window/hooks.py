@@ -7,13 +7,14 @@ what they do on the host happens once, while the step is traced.
 import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import call_predict_step, keras, ops, tree
+from accumtrainer.keras_api.types import Model, Nest, Tensor
 from accumtrainer.window.losses import (
     BareLoss,
     CompiledLoss,
@@ -54,7 +55,7 @@ class Info:
             `on_apply` and `after_apply`.
         loss_scale: scalar tensor, float32, constant in a window, 1 where the
             loss is not scaled.
-        training: Python bool, whether gradients will be taken.
+        training: whether gradients will be taken.
     """
 
     update: Any = None
@@ -195,7 +196,6 @@ class Hooks:
 
         Args:
             batch: `Batch(x, y, sample_weight)` of tensors.
-            info: `Info`.
 
         Returns:
             `Batch` of the same structure.
@@ -210,7 +210,7 @@ class Hooks:
 
         Args:
             batch: `Batch(x, y, sample_weight)` of tensors.
-            info: `Info`; `info.training` is a Python bool.
+            info: `info.training` is a Python bool.
 
         Returns:
             `WeightedLoss`, or a dict of them by name, which are added up.
@@ -228,7 +228,7 @@ class Hooks:
             return WeightedLoss(
                 ops.zeros(()), samples, outputs, is_uniform=True
             )
-        losses = {}
+        losses: dict[str, WeightedLoss] = {}
         for part in parts:
             key = _unused(part.name, losses)
             losses[key] = replace(
@@ -286,7 +286,7 @@ class Hooks:
             return self._predict_by_model(batch)
         return self.model(batch.x, **self._context.mode(training=False))
 
-    def _predict_by_model(self, batch):
+    def _predict_by_model(self, batch: Batch) -> Nest:
         if not self.model.built:
             self.model(batch.x, **self._context.mode(training=False))
         return call_predict_step(self.model, batch.x)
@@ -301,7 +301,7 @@ class Hooks:
         """Put a scalar tensor into the logs, from any hook.
 
         Args:
-            name: str, key in `logs` and `History`.
+            name: key in `logs` and `History`.
             value: scalar tensor.
             weight: scalar tensor, how much it counts in a mean. Default 1.
             reduce: `"mean"`, `"sum"`, `"max"` or `"min"` over a window and
@@ -327,7 +327,9 @@ class Hooks:
         """Whether a subclass has its own version of a hook."""
         return getattr(type(self), name) is not getattr(Hooks, name)
 
-    def _model_loss(self, batch, outputs, info):
+    def _model_loss(
+        self, batch: Batch, outputs: Nest, info: Info
+    ) -> WeightedLoss:
         arguments = {
             "x": batch.x,
             "y": batch.y,
@@ -341,7 +343,9 @@ class Hooks:
             loss = BareLoss(loss, f"{type(self.model).__name__}.compute_loss")
         return replace(self._known_weight(loss, batch), outputs=outputs)
 
-    def _known_weight(self, loss, batch):
+    def _known_weight(
+        self, loss: "WeightedLoss | BareLoss", batch: Batch
+    ) -> WeightedLoss:
         """Give a bare scalar the denominator that the user stated.
 
         Where nobody has, samples are a guess; `check_bare_losses` looks at
@@ -377,14 +381,14 @@ def collect_logs(
     return hooks._context.log_book.open()
 
 
-def _unused(name, names):
+def _unused(name: str, names: Collection[str]) -> str:
     """Append a number to a name that is among others already."""
     numbered = (f"{name}_{number}" for number in itertools.count(1))
     free = (key for key in itertools.chain([name], numbered))
     return next(key for key in free if key not in names)
 
 
-def takes_argument(function, name):
+def takes_argument(function: Callable[..., Any], name: str) -> bool:
     """Tell whether a function can be called with a keyword argument."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(
@@ -392,23 +396,22 @@ def takes_argument(function, name):
     )
 
 
-def overrides_compute_loss(model):
+def overrides_compute_loss(model: Model) -> bool:
     """Tell whether a model has a `compute_loss` of its own."""
     return overrides(model, "compute_loss")
 
 
-def overrides(model, name):
+def overrides(model: Model, name: str) -> bool:
     """Tell whether a model, or its class, has a method of its own.
 
     Args:
-        model: `keras.Model`.
-        name: str, of a method of `keras.Model`.
+        name: of a method of `keras.Model`.
     """
     method = getattr(model, name)
     return getattr(method, "__func__", method) is not getattr(keras.Model, name)
 
 
-def check_batch(given, returned):
+def check_batch(given: Any, returned: Any) -> None:
     """Refuse a batch of another structure than `on_micro_batch` was given.
 
     Raises:
@@ -426,12 +429,11 @@ def check_batch(given, returned):
         ) from error
 
 
-def check_gradients(hook, given, returned):
+def check_gradients(hook: str, given: list[Tensor], returned: Any) -> None:
     """Refuse gradients of another number or other shapes than a hook was given.
 
     Args:
-        hook: str, its name.
-        given: list of tensors.
+        hook: its name.
         returned: what came back.
 
     Raises:

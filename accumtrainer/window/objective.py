@@ -213,8 +213,8 @@ class EpochSums:
     Args:
         losses: for their names and coefficients.
         sums: with 0 samples where there was no such window.
-        means: tensor `(n,)`, float32, NaN where there was none.
-        loss: scalar tensor, float32, the total of the means.
+        means: `(n,)`, float32, NaN where there was none.
+        loss: scalar, float32, the total of the means.
     """
 
     losses: list[WeightedLoss]
