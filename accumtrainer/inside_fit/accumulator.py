@@ -33,7 +33,7 @@ from accumtrainer.diagnosis.trials import Trials
 from accumtrainer.diagnosis.verdicts import LossTrial
 from accumtrainer.inside_fit.fit_logs import late_logs, show_in_metrics
 from accumtrainer.inside_fit.fit_state import make_fit_state
-from accumtrainer.inside_fit.groups import Group, Groups, check_dense
+from accumtrainer.inside_fit.groups import Group, Groups
 from accumtrainer.keras_api import (
     check_fit_support,
     compiled_arguments,
@@ -362,7 +362,6 @@ class FitAccumulator(Hooks):
             self._can_stream = self._program.can_stream
             self._check_bare_losses(self._program.survey.losses, batch)
             return
-        check_dense(batch)
         self._backend.publish()
         self._build_model(batch)
         warn_of_nothing_to_train(self.model)

@@ -179,8 +179,13 @@ def as_batch(item: Any) -> Batch:
         Floats cast to `keras.config.floatx()` as a Trainer does; arrays have
         memory of their own, as a generator may fill what it yielded again for
         its next item.
+
+    Raises:
+        TypeError: an array is sparse or ragged, which cannot be stacked.
     """
     parts = item if isinstance(item, (tuple, list)) else (item,)
+    for name, part in zip(Batch._fields, parts, strict=False):
+        refuse_sparse(name, part)  # of which nobody could count the rows
     return Batch(*map(_as_floatx, parts))
 
 
@@ -201,16 +206,6 @@ def _cast(leaf: Any) -> Any:
 def _differs(dtype: Any, floatx: str) -> bool:
     """Tell floats of another type; by name, as NumPy knows no bfloat16."""
     return "float" in dtype.name and dtype.name != floatx
-
-
-def check_dense(batch: Batch) -> None:
-    """Refuse what cannot be stacked.
-
-    Raises:
-        TypeError: an array is sparse or ragged.
-    """
-    for name, part in batch._asdict().items():
-        refuse_sparse(name, part)
 
 
 def _signature(batch: Batch) -> tuple:

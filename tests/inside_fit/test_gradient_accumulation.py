@@ -808,3 +808,14 @@ def test_accumulation_takes_the_words_of_the_trainer():
     trainer = make_trainer(mlp(), accumulation, loss_scale=LossScale())
     trainer.fit(X, Y, **ORDER)
     assert_same_weights(model, trainer.model)
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+def test_sparse_data_are_refused_inside_fit_with_the_remedy(
+    steps_per_execution,
+):
+    sparse = pytest.importorskip("scipy.sparse")
+    model = mlp(steps_per_execution=steps_per_execution)
+    callbacks = [GradientAccumulation(2)]
+    with pytest.raises(TypeError, match="x must hold dense.*Make it dense"):
+        model.fit(sparse.csr_matrix(X), Y, callbacks=callbacks, **ORDER)
