@@ -151,19 +151,7 @@ class Passes:
             with collect_logs(self._hooks) as logs:
                 measured = self.objective.measure(batch, info, compute_loss)
             self.objective.check(measured.losses)
-            factors = loss_factors(
-                measured.losses,
-                share.weighing,
-                micro_batches=ops.cast(share.total, "float32"),
-                totals=share.totals,
-            )
-            scaled = [
-                factor * ops.cast(loss.mean, "float32")
-                for factor, loss in zip(factors, measured.losses, strict=True)
-            ]
-            total = total_loss(scaled, measured.losses, measured.regularization)
-            if self._parts.loss_scale is not None:
-                total = total * self._state.loss_scale.value
+            total = self._balanced(measured, share)
             summary = _summary(measured, share.weighing, logs)
             # A denominator may depend on the weights, as a count of what is
             # predicted does, and is a constant nevertheless.
@@ -194,6 +182,23 @@ class Passes:
         tally.add_logs(logs_before | summary["logs"] | logs)
         is_part = share.split is not None
         return self._numbers(summary, norm, is_part=is_part), gradients
+
+    def _balanced(self, measured: Measured, share: Share) -> Tensor:
+        """Add up the losses of a micro-batch as they are differentiated."""
+        factors = loss_factors(
+            measured.losses,
+            share.weighing,
+            micro_batches=ops.cast(share.total, "float32"),
+            totals=share.totals,
+        )
+        scaled = [
+            factor * ops.cast(loss.mean, "float32")
+            for factor, loss in zip(factors, measured.losses, strict=True)
+        ]
+        total = total_loss(scaled, measured.losses, measured.regularization)
+        if self._parts.loss_scale is not None:
+            total = total * self._state.loss_scale.value
+        return total
 
     def _numbers(
         self, summary: dict[str, Any], norm: Tensor | None, *, is_part: bool

@@ -30,6 +30,7 @@ from accumtrainer.steps.tensorflow.programs import (
     XLA_SHAPES,
     Compiled,
     XlaShapes,
+    operations_of,
     to_spec,
 )
 from accumtrainer.steps.tensorflow.replicas import (
@@ -114,7 +115,7 @@ class TensorFlowBackend(Backend):
                 return set()
             traced = tf.function(function, autograph=False)
             specs = tree.map_structure(to_spec, batch)
-            return _operations(traced.get_concrete_function(specs).graph)
+            return operations_of(traced.get_concrete_function(specs).graph)
 
     def compile(
         self,
@@ -504,15 +505,6 @@ def _run_eagerly(function: Callable[..., Any], *arguments: Nest) -> Nest:
 
 def _to_tensor(leaf: Any) -> Tensor | None:
     return None if leaf is None else tf.convert_to_tensor(leaf)
-
-
-def _operations(graph: Any) -> set[str]:
-    """Collect the operation types of a graph and its functions."""
-    definition = graph.as_graph_def()
-    nodes = list(definition.node)
-    for function in definition.library.function:
-        nodes.extend(function.node_def)
-    return {node.op for node in nodes}
 
 
 THE_BACKEND = TensorFlowBackend

@@ -216,3 +216,12 @@ def _can_share(dtype: np.dtype) -> bool:
 def to_spec(leaf: Any) -> Any:
     """Describe an array or tensor by shape and type, `None` by `None`."""
     return None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype)
+
+
+def operations_of(graph: Any) -> set[str]:
+    """Collect the operation types of a graph and its functions."""
+    definition = graph.as_graph_def()
+    nodes = list(definition.node)
+    for function in definition.library.function:
+        nodes.extend(function.node_def)
+    return {node.op for node in nodes}
