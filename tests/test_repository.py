@@ -23,7 +23,8 @@ CALLBACKS = ROOT / "callbacks"
 # below it; those of one floor know nothing of each other. A new file goes into
 # the wing of its subject, and a new wing where its imports allow.
 FLOORS = (
-    ("errors", "config", "progress"),
+    ("errors", "checks", "progress"),
+    ("config",),
     ("keras_api",),
     ("layers",),
     ("data", "observers"),

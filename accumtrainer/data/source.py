@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from accumtrainer import errors
-from accumtrainer.config import require_count
+from accumtrainer.checks import require_count
 from accumtrainer.data.batches import Window
 from accumtrainer.data.position import Position
 

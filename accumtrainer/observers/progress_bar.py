@@ -9,7 +9,7 @@ from typing import Any, Literal
 from rich import console as rich_console
 from rich import live, progress_bar, table, text
 
-from accumtrainer.config import require_choice
+from accumtrainer.checks import require_choice
 from accumtrainer.observers.callback import Callback
 
 REDRAW_SECS = 0.1

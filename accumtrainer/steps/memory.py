@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from accumtrainer import errors
-from accumtrainer.config import require_count
+from accumtrainer.checks import require_count
 from accumtrainer.data.batches import Window
 from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.types import Variable

@@ -6,8 +6,8 @@ compiles it in its own way: what it has settled then is known only afterwards.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,12 +26,13 @@ from accumtrainer.keras_api import (
     tree,
 )
 from accumtrainer.keras_api.types import Model, Optimizer
-from accumtrainer.steps.backend import Backend
+from accumtrainer.observers.callback import check_callback, flatten_callbacks
+from accumtrainer.steps import Backend, make_backend
 from accumtrainer.window.hooks import Hooks, overrides
 from accumtrainer.window.loss_scale import computes_in_float16
 
 
-def check_model(model: Model) -> None:
+def check_model(model: Any) -> None:
     """Refuse what cannot be trained as a window.
 
     Raises:
@@ -57,20 +58,97 @@ def check_model(model: Model) -> None:
             )
 
 
-def compiles_itself(model: Model) -> bool:
-    """Whether a model that is not compiled has a way of its own for it."""
-    return not model.compiled and overrides(model, "compile")
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """How a Trainer compiles its model.
+
+    Args:
+        optimizer: bare, without loss scaling around it.
+        loss_scale: `None` for no scaling.
+        arguments: the others of `Model.compile`, by name.
+        is_new: whether the model is not compiled like this yet.
+    """
+
+    optimizer: Optimizer
+    loss_scale: LossScale | None
+    arguments: dict[str, Any]
+    is_new: bool
+
+    @property
+    def initial_scale(self) -> float:
+        """By what the first loss is multiplied."""
+        return self.loss_scale.initial if self.loss_scale else 1.0
+
+    def apply(self, model: Model) -> None:
+        """Compile a model with the live optimizer."""
+        if not self.is_new:
+            model.optimizer = self.optimizer
+            return
+        # That of the model's own class may take other arguments.
+        keras.Model.compile(
+            model,
+            optimizer=self.optimizer,
+            auto_scale_loss=False,
+            **self.arguments,
+        )
+
+
+def settle_compilation(
+    model: Model, optimizer: Any, loss_scale: Any, given: dict[str, Any]
+) -> Compilation:
+    """Settle how a model is compiled, and refuse what is wrong.
+
+    Args:
+        model: compiled or not.
+        optimizer: what the user gave, or `None`.
+        loss_scale: `"auto"`, `LossScale`, `None` or `False`.
+        given: other arguments of `compile`, `None` where not given.
+    """
+    with make_backend(model=model).replicas.scope():
+        # An optimizer that is made here is where the model's weights are.
+        if not model.compiled and overrides(model, "compile"):
+            optimizer, given = compile_by_itself(model, optimizer, given)
+        is_new = optimizer is not None or any(
+            value is not None for value in given.values()
+        )
+        optimizer, carried = resolve_optimizer(model, optimizer)
+    loss_scale = resolve_loss_scale(model, loss_scale, carried)
+    arguments = resolve_compile_arguments(model, given)
+    check_loss(arguments)
+    return Compilation(optimizer, loss_scale, arguments, is_new)
+
+
+def checked_callbacks(callbacks: Any) -> Any:
+    """Refuse callbacks that are none, and return them."""
+    for callback in flatten_callbacks(callbacks):
+        check_callback(callback)
+    return callbacks
+
+
+def check_devices(
+    trainer: Hooks, seed: int | None, *, run_eagerly: bool
+) -> int:
+    """Refuse devices and memory that an update cannot be made with.
+
+    Returns:
+        The seed; one that all processes have drawn together where none is
+        given.
+    """
+    backend = make_backend(model=trainer.model)
+    check_replicas(trainer, trainer.model, backend.replicas.count, run_eagerly)
+    check_memory(trainer.accumulation, backend, run_eagerly)
+    return draw_seed(backend) if seed is None else seed
 
 
 def compile_by_itself(
-    model: Model, optimizer: Optimizer, given: dict[str, Any]
+    model: Model, optimizer: Any, given: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     """Have a model compile itself by its own method.
 
     Args:
-        model: `keras.Model` whose class overrides `compile`.
-        optimizer: what the user gave, or `None`.
-        given: dict of other arguments of `compile`, `None` where not given.
+        model: one whose class overrides `compile`.
+        optimizer: what the user gave.
+        given: other arguments of `compile`, `None` where not given.
 
     Returns:
         The optimizer and the dict that it leaves to settle: nothing where it
@@ -106,11 +184,11 @@ def resolve_optimizer(
     """Find the optimizer, and the loss scale Keras may have given it.
 
     Args:
+        model: what it trains.
         optimizer: what the user gave, or `None` for the compiled one.
 
     Returns:
-        Pair: the optimizer, bare; and `LossScale`, or `None` where it had no
-        loss scaling around it.
+        The optimizer, bare; and `None` where it had no loss scaling around it.
 
     Raises:
         ValueError: there is none, or it accumulates or scales by itself, or
@@ -182,11 +260,9 @@ def resolve_loss_scale(
     """Settle how the loss is scaled.
 
     Args:
+        model: what is trained.
         loss_scale: `"auto"`, `LossScale`, `None` or `False`.
-        carried: `LossScale` of a compiled model's optimizer, or `None`.
-
-    Returns:
-        `LossScale`, or `None` for no scaling.
+        carried: that of a compiled model's optimizer.
     """
     if loss_scale is None or loss_scale is False:
         return None
@@ -204,16 +280,14 @@ def resolve_loss_scale(
 
 
 def resolve_compile_arguments(
-    model: Model, given: Mapping[str, Any]
+    model: Model, given: dict[str, Any]
 ) -> dict[str, Any]:
     """Merge the Trainer's arguments over what the model was compiled with.
 
     Args:
-        given: dict with `loss`, `loss_weights`, `metrics` and
-            `weighted_metrics`, `None` where not given.
-
-    Returns:
-        Dict of the same keys.
+        model: compiled or not.
+        given: `loss`, `loss_weights`, `metrics` and `weighted_metrics`, each
+            `None` where not given.
 
     Raises:
         TypeError: one of them belongs to the other Keras.

@@ -2,11 +2,9 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
-
-import numpy as np
 
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch, Window, map_leaves
@@ -16,56 +14,50 @@ from accumtrainer.diagnosis.equivalence import Equivalence, EquivalenceCheck
 from accumtrainer.diagnosis.inspection import Inspection, Replay
 from accumtrainer.diagnosis.moving_state import notes_of_state
 from accumtrainer.diagnosis.trials import Trials
-from accumtrainer.diagnosis.verdicts import LossTrial
 from accumtrainer.keras_api import BACKEND, keras, metric_names
-from accumtrainer.keras_api.types import Nest, Tensor, Variable
+from accumtrainer.keras_api.types import Nest, Variable
 from accumtrainer.observers.callback import Dispatcher
 from accumtrainer.observers.logs import Logs
 from accumtrainer.progress import Progress
-from accumtrainer.saving.snapshot import (
-    Snapshot,
-    check_fits,
-    copy_to_host,
-    find_difference,
-    put_back,
-)
-from accumtrainer.steps import Plan, Step, choose_plan, make_backend
+from accumtrainer.saving.snapshot import Snapshot
+from accumtrainer.steps import Plan, Report, Step, choose_plan, make_backend
 from accumtrainer.steps.memory import MemoryPlan, make_memory_plan
-from accumtrainer.steps.report import Report
 from accumtrainer.training.counting import Counting
 from accumtrainer.training.evaluator import Evaluator
 from accumtrainer.training.in_flight import InFlight
 from accumtrainer.training.input_checks import compile_option, has_own_loss
+from accumtrainer.training.lasting import LastingState
 from accumtrainer.training.sizing import AutoSize, make_sizing
-from accumtrainer.window.hooks import context_of
+from accumtrainer.window.hooks import Hooks, context_of
 from accumtrainer.window.objective import metric_variables, names_of
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.program import WindowProgram
 from accumtrainer.window.state import TrainingState
 from accumtrainer.window.trainable import Trainable, warn_of_nothing_to_train
 
-PARTS_OF_EPOCH = ("metrics", "means")
-"""What an epoch begins anew, of the parts of a snapshot."""
-
 
 class Engine:
     """The compiled side of a Trainer: what the loop drives.
 
     Args:
-        hooks: `Hooks`, the Trainer.
-        tracked: list of variables, filled until training begins.
-        max_consecutive_skips: int, or `None` for any number.
+        hooks: the Trainer.
+        state: its counters, loss scale and random state.
+        tracked: variables, filled until training begins.
+        jit_compile: whether XLA compiles.
+        run_eagerly: whether everything runs as plain Python.
+        max_consecutive_skips: `None` for any number.
 
     Attributes:
-        counting: `Counting` of what has run.
-        replicas: `Replicas` that share windows out.
-        last_window: `Window` that was run last, `None` before the first.
+        counting: counts what has run.
+        lasting: what a snapshot has of it.
+        replicas: those that share windows out.
+        last_window: the one that was run last, `None` before the first.
         data_seconds: seconds spent so far on waiting for windows.
     """
 
     def __init__(
         self,
-        hooks: Any,
+        hooks: Hooks,
         state: TrainingState,
         *,
         tracked: list[Variable],
@@ -76,7 +68,6 @@ class Engine:
         self._hooks = hooks
         self._model = hooks.model
         self._state = state
-        self._tracked = tracked
         self._jit_compile = jit_compile
         self._run_eagerly = run_eagerly
         self._backend = make_backend(
@@ -93,11 +84,14 @@ class Engine:
             loss_scale=hooks.loss_scale,
             combine=hooks.accumulation.combine,
         )
-        self._evaluator = Evaluator(self._window_parts, jit_compile=jit_compile)
+        self.lasting = LastingState(self._window_parts, self.replicas.scope)
+        self._evaluator = Evaluator(
+            self._window_parts, self._backend, jit_compile=jit_compile
+        )
         self._sizing = make_sizing(hooks.accumulation, self._backend)
         self._program: Any = None
         self._step: Any = None
-        self._plan: Plan | None = None
+        self._plan: Any = None
         self._last_report: Any = None
         self._in_flight = InFlight()
         self.counting = Counting(
@@ -105,8 +99,6 @@ class Engine:
             max_consecutive_skips,
         )
         self._checked_losses: list[Any] = []
-        self._streams: list[Variable] = []
-        self._settled_streams = 0
         self.last_window: Any = None
         self.data_seconds = 0.0
         is_built = self._model.built
@@ -122,12 +114,12 @@ class Engine:
         return self._sizing.rows_per_pass
 
     @property
-    def plan(self) -> Any:
-        """`Plan` of the windows, `None` before the first."""
+    def plan(self) -> Plan | None:
+        """How windows run, `None` before the first."""
         return None if self._plan is None else self._sizing.complete(self._plan)
 
     @property
-    def compiled_shapes(self) -> dict[str, list[str]]:
+    def compiled_shapes(self) -> Any:
         """For which shapes there are programs, a nest of str."""
         return self._backend.compiled_shapes()
 
@@ -176,8 +168,8 @@ class Engine:
         """Build what is missing before the first window runs.
 
         Args:
-            window: `Window` like those to come.
-            like: `Snapshot` of a run whose plan is kept, or `None`.
+            window: one like those to come.
+            like: of a run whose plan is kept.
             measures_gradients: whether somebody wants to know the norms of
                 the micro-batches' gradients.
             warns: whether to warn of denominators that are wrong.
@@ -200,7 +192,7 @@ class Engine:
             program.learn(micro_batch)
             if is_first:
                 self._begin(program, like, jit_compile)
-        self._settle_streams()
+        self.lasting.settle_streams()
         program.passes.measures_gradients = measures_gradients
         if isinstance(self._sizing, AutoSize) and self._sizing.is_undecided:
             self._sizing.choose(window, self._step)
@@ -211,7 +203,7 @@ class Engine:
         self, program: WindowProgram, like: Snapshot | None, jit_compile: Any
     ) -> None:
         """Choose how windows run, now that it is known what they are like."""
-        plan = self._plan = self._plan_of(like) or choose_plan(
+        self._plan = self._plan_of(like) or choose_plan(
             self._model,
             program.survey.operations,
             self._backend,
@@ -219,7 +211,8 @@ class Engine:
             run_eagerly=self._run_eagerly,
         )
         self._program = program
-        self._step = Step(program, self._backend, plan)
+        self.lasting.begin(program.variables)
+        self._step = Step(program, self._backend, self._plan)
         self._trainable = Trainable(self._model)
 
     def _check_bare_losses(self, window: Window, *, warns: bool = True) -> None:
@@ -234,7 +227,7 @@ class Engine:
         if is_stated and not warns:
             return
 
-        def find_trials() -> list[LossTrial]:
+        def find_trials() -> Any:
             if self.replicas.count > 1:
                 return []
             self.publish()
@@ -243,7 +236,7 @@ class Engine:
         check_bare_losses(self._hooks, losses, find_trials)
         self._checked_losses.append(losses)
 
-    def notes_of_state(self, micro_batches: Tensor) -> list[str]:
+    def notes_of_state(self, micro_batches: int) -> list[str]:
         """Write notes on layers whose state moves once per micro-batch."""
         moved = self._program.survey.moved
         return notes_of_state(self._model, moved, micro_batches)
@@ -257,11 +250,7 @@ class Engine:
     def memory_plan(
         self, window: Window, sizes: Sequence[int] | None = None
     ) -> MemoryPlan:
-        """Predict what micro-batches of several sizes take.
-
-        Args:
-            sizes: `None` for those that are tried.
-        """
+        """Predict what micro-batches of several sizes take."""
         return make_memory_plan(
             window,
             sizes,
@@ -278,7 +267,7 @@ class Engine:
         check = EquivalenceCheck(
             self._parts_aside(),
             self._trials(),
-            jit_compile=bool(self._plan and self._plan.jit_compile),
+            jit_compile=self._plan.jit_compile,
             tolerance=tolerance,
         )
         return check.run(window, whole)
@@ -308,113 +297,28 @@ class Engine:
         # What fits is found out anew: this may be another device.
         return Plan(name=plan["name"], jit_compile=plan["jit_compile"])
 
-    # Saving and restoring.
-
-    def capture(
-        self,
-    ) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
-        """Copy what lasts from one window to the next to the host.
-
-        Returns:
-            Dict from part to `{path: array}`, and a dict of the counters.
-        """
+    def capture(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Copy what lasts from one window to the next, and the counters."""
         self.publish()
-        values = {k: copy_to_host(v) for k, v in self._parts().items()}
-        return values, self.counting.progress.as_dict()
-
-    def check_fits(
-        self,
-        values: dict[str, dict[str, np.ndarray]],
-        *,
-        is_amid_epoch: bool,
-        parts: Collection[str] | None = None,
-    ) -> None:
-        """Refuse saved values that are not this training's.
-
-        Args:
-            values: dict from part to `{path: array}`, from `capture`.
-            is_amid_epoch: whether the running means of the epoch matter.
-            parts: those that matter, or `None` for all.
-
-        Raises:
-            CheckpointError: a part differs; the difference is named.
-        """
-        for part, variables in self._parts().items():
-            if parts is not None and part not in parts:
-                continue
-            if part == "streams":
-                continue  # which there are shows as they are drawn from
-            if is_amid_epoch or part not in PARTS_OF_EPOCH:
-                check_fits(part, variables, values[part])
+        return self.lasting.capture(), self.counting.progress.as_dict()
 
     def restore(
         self,
-        values: dict[str, dict[str, np.ndarray]],
-        progress: dict[str, Any] | None,
+        saved: Snapshot,
         *,
         is_amid_epoch: bool,
-        was_scaled: bool,
-        parts: Collection[str] | None = None,
+        weights_only: bool = False,
     ) -> None:
-        """Put captured values back; check first that they fit.
-
-        Args:
-            values: dict from part to `{path: array}`, from `capture`.
-            progress: dict of counters, from `capture`.
-            is_amid_epoch: whether the running means of the epoch matter. If
-                not, they are put back only where they fit: metrics may be
-                others now.
-            was_scaled: whether the loss was scaled where they are from.
-            parts: those to restore, or `None` for all.
-        """
+        """Put back what a snapshot has; see `LastingState.restore`."""
         self.publish()
-        for part, variables in self._parts().items():
-            if part == "streams" or (parts is not None and part not in parts):
-                continue
-            is_needed = is_amid_epoch or part not in PARTS_OF_EPOCH
-            saved = values[part] if is_needed else values.get(part, {})
-            if is_needed or find_difference(variables, saved) is None:
-                put_back(variables, saved)
-        if parts is None or "state" in parts:
-            self._state.settle_loss_scale(
-                self._hooks.loss_scale, was_scaled=was_scaled
-            )
-            self._streams = list(values.get("streams", {}).values())
-            self._settled_streams = 0
-            if self._program is not None:
-                self._settle_streams()
-        if progress is not None:
+        self.lasting.restore(
+            saved, is_amid_epoch=is_amid_epoch, weights_only=weights_only
+        )
+        if not weights_only:
             skips = keras.ops.convert_to_numpy(self._state.consecutive_skips)
-            self.counting.restore(Progress.from_dict(progress), int(skips))
+            progress = Progress.from_dict(saved.progress)
+            self.counting.restore(progress, int(skips))
             self._last_report = None
-
-    def _settle_streams(self) -> None:
-        """Put saved random states back that nobody knew when it was asked."""
-        streams = self._program.variables.parts["streams"]
-        begun = self._settled_streams
-        pairs = zip(streams[begun:], self._streams[begun:], strict=False)
-        for variable, value in pairs:
-            variable.assign(value)
-        self._settled_streams = len(streams)
-
-    def _parts(self) -> dict[str, list[Variable]]:
-        if self._program is not None:
-            return self._program.variables.parts
-        model, optimizer = self._model, self._hooks.optimizer
-        if not model.built:
-            raise ValueError(errors.NOT_BUILT.format(model=model.name))
-        if not optimizer.built:
-            with self.replicas.scope():
-                optimizer.build(model.trainable_variables)
-        return {
-            "model": [
-                *model.trainable_variables,
-                *model.non_trainable_variables,
-            ],
-            "optimizer": list(optimizer.variables),
-            "state": self._state.variables,
-            "tracked": self._tracked,
-        }
 
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch's running means."""
@@ -492,8 +396,8 @@ class Engine:
             window, loss_scale=loss_scale, micro_batches_before=before
         )
 
-    def epoch_logs(self) -> Logs:
-        """Read the epoch so far, without its skipped windows, dict."""
+    def epoch_logs(self) -> dict[str, Any]:
+        """Read the epoch so far, without its skipped windows."""
         return self._last_report.epoch_logs()
 
     def evaluate(
@@ -502,7 +406,7 @@ class Engine:
         dispatcher: Dispatcher,
         rest: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
-        """Evaluate a `Source`, dict of numbers; see `Evaluator`."""
+        """Evaluate on some data; see `Evaluator`."""
         return self._evaluator.evaluate(
             source, dispatcher, rows_per_pass=self.rows_per_pass, rest=rest
         )
@@ -513,7 +417,7 @@ class Engine:
         dispatcher: Dispatcher,
         rest: Callable[[], None] | None = None,
     ) -> Nest:
-        """Predict for a `Source`, nest of NumPy arrays; see `Evaluator`."""
+        """Predict for some data; see `Evaluator`."""
         return self._evaluator.predict(
             source, dispatcher, rows_per_pass=self.rows_per_pass, rest=rest
         )

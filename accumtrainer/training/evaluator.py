@@ -14,8 +14,11 @@ from accumtrainer.keras_api import check_own_evaluation, metric_names, tree
 from accumtrainer.keras_api.types import Nest
 from accumtrainer.observers.callback import Dispatcher
 from accumtrainer.observers.logs import Logs
-from accumtrainer.steps import EvaluationStep, should_compile_evaluation
-from accumtrainer.steps.backend import Backend
+from accumtrainer.steps import (
+    Backend,
+    EvaluationStep,
+    should_compile_evaluation,
+)
 from accumtrainer.training.input_checks import compile_option, has_own_loss
 from accumtrainer.training.own_evaluation import OwnEvaluation, evaluates_itself
 from accumtrainer.window.evaluation import EvaluationProgram
@@ -28,23 +31,28 @@ class Evaluator:
 
     Args:
         parts: whose losses and predictions they are.
+        backend: what they run on.
+        jit_compile: whether XLA compiles.
     """
 
     def __init__(
-        self, parts: WindowParts, *, jit_compile: bool | Literal["auto"]
+        self,
+        parts: WindowParts,
+        backend: Backend,
+        *,
+        jit_compile: bool | Literal["auto"],
     ):
         self._has_window_loss = parts.hooks.has_window_loss
         self._hooks = parts.hooks
         self._model = parts.model
         self._evaluates_itself = evaluates_itself(parts.hooks)
         self._jit_compile = jit_compile
-        assert isinstance(parts.backend, Backend)
-        self._backend = parts.backend
+        self._backend = backend
         self._program = EvaluationProgram(parts)
         self._step = EvaluationStep(
             self._program,
-            self._backend,
-            jit_compile=should_compile_evaluation(self._backend, jit_compile),
+            backend,
+            jit_compile=should_compile_evaluation(backend, jit_compile),
         )
 
     def build_model(self, batch: Batch) -> None:
@@ -69,12 +77,10 @@ class Evaluator:
         """Evaluate one source.
 
         Args:
-            dispatcher: `Dispatcher` to tell about it.
+            source: the data.
+            dispatcher: tells about it.
             rows_per_pass: samples to run at a time; `None` for any number.
-            rest: function to be called after every loader batch, or `None`.
-
-        Returns:
-            Dict of numbers.
+            rest: is called after every loader batch.
         """
         if self._evaluates_itself:
             return self._evaluate_by_model(source, dispatcher, rest)
@@ -129,18 +135,13 @@ class Evaluator:
         rows_per_pass: int | None,
         rest: Callable[[], None] | None = None,
     ) -> Nest:
-        """Predict for one source.
-
-        Args:
-            dispatcher: `Dispatcher` to tell about it.
-            rows_per_pass: samples to run at a time; `None` for any number.
-            rest: function to be called after every loader batch, or `None`.
+        """Predict for one source; the arguments are those of `evaluate`.
 
         Returns:
             Nest of NumPy arrays, one row per sample; ragged tensors where the
             predictions of batches differ in length, on TensorFlow.
         """
-        outputs: list[Nest] = []
+        outputs: list[Any] = []
         model = self._model
         model.stop_predicting = False
         items = items_of_all(source, self._backend.replicas)

@@ -5,17 +5,14 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 
-from accumtrainer.config import (
-    Every,
-    require_count,
-    require_number,
-)
+from accumtrainer.checks import require_count, require_number
+from accumtrainer.config import Every
 from accumtrainer.keras_api import global_limit
 
 
-def checked_steps(name: str, value: int | None) -> int | None:
+def checked_steps(name: str, value: Any) -> int | None:
     """Refuse a number of loader batches that is no number, and limit others.
 
     Returns:
@@ -30,16 +27,18 @@ def checked_steps(name: str, value: int | None) -> int | None:
     return limited(name, value, "max_steps_per_epoch")
 
 
-def limited(name: str, value: Any, limit_name: str) -> Any:
+def limited(
+    name: str,
+    value: Any,
+    limit_name: Literal["max_epochs", "max_steps_per_epoch"],
+) -> Any:
     """Limit epochs or steps by what `keras.config` allows, with a warning.
 
     Args:
         name: the argument, for the warning.
-        value: int, or `None` for as many as there are.
-        limit_name: `"max_epochs"` or `"max_steps_per_epoch"`.
-
-    Returns:
-        What is no number is left for others to refuse.
+        value: how many, `None` for as many as there are. What is no number is
+            left for others to refuse.
+        limit_name: the setting.
     """
     limit = global_limit(limit_name)
     if limit is None:
@@ -59,21 +58,9 @@ def limited(name: str, value: Any, limit_name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitOptions:
-    """The arguments of `fit` that say how long and how validated.
+    """The arguments of `Trainer.fit` that say how long and how validated.
 
-    Args:
-        epochs: passes over the data, from the start; `None` for one, or for
-            as many as `max_updates` or `max_seconds` allow.
-        initial_epoch: index of the first epoch.
-        max_updates: updates after which to stop, counted from this call.
-        max_seconds: seconds after which to stop, counted from this call.
-        validation_every: `Every`, or `None` for the ends of epochs.
-        validation_freq: int, or the 1-based epochs to validate after.
-        fast_dev_run: `True` or a number of updates: a trial of everything.
-        overfit_batches: train again and again on the first few batches.
-        fast_forward: whether to run through past data on going on from a
-            checkpoint, where there is no better way.
-        check_inputs: whether to look at every number before it is used.
+    They are explained there.
 
     Example:
         >>> FitOptions(max_updates=10).last_epoch
@@ -89,12 +76,11 @@ class FitOptions:
     validation_every: Every | None = None
     validation_freq: Any = 1
     fast_dev_run: bool | int = False
-    overfit_batches: int | None = None
     fast_forward: bool = False
     check_inputs: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "max_updates", "overfit_batches"):
+        for name in ("epochs", "max_updates"):
             value = getattr(self, name)
             if value is not None:
                 require_count(name, value, "Leave it out for the default.")
@@ -132,6 +118,9 @@ class FitOptions:
                 "NaN and for labels of no class."
             )
         self._check_validation_freq()
+        if not (self.epochs is self.max_updates is self.max_seconds is None):
+            epochs = limited("epochs", self.epochs, "max_epochs")
+            object.__setattr__(self, "epochs", epochs)
 
     def _check_validation_freq(self) -> None:
         freq = self.validation_freq

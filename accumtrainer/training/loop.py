@@ -3,12 +3,12 @@
 import contextlib
 import itertools
 import math
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from accumtrainer import errors
+from accumtrainer.config import Accumulation
 from accumtrainer.data.batches import Window, window_of_batches
 from accumtrainer.data.position import Position
 from accumtrainer.data.source import Source, groups
@@ -18,13 +18,14 @@ from accumtrainer.observers.logs import Logs
 from accumtrainer.progress import Progress
 from accumtrainer.saving.callback_state import CallbackStates
 from accumtrainer.saving.snapshot import Snapshot, blank
-from accumtrainer.steps.report import Report
+from accumtrainer.steps import Plan, Report
 from accumtrainer.training.announcing import (
     FIRST_OF_A_SIZE,
     NOTHING_LEFT,
     describe,
     updates_in_epoch,
 )
+from accumtrainer.training.clock import Clock
 from accumtrainer.training.engine import Engine
 from accumtrainer.training.fit_options import FitOptions
 from accumtrainer.training.input_checks import InputChecks
@@ -37,10 +38,16 @@ class FitLoop:
     """Runs the epochs of one `fit`.
 
     Args:
-        trainer: `Trainer`.
-        engine: `Engine` of the Trainer.
-        source: `Source` of the training data.
-        saved: `Snapshot` to go on from, or `None` to begin.
+        trainer: whose fit it is.
+        engine: runs its windows.
+        options: how long it trains, and how it is validated.
+        accumulation: how windows are made of loader batches.
+        source: the training data.
+        validation: the data to validate on.
+        dispatcher: tells callbacks.
+        saved: what to go on from, `None` to begin.
+        announce: is given a line saying what will happen, before it happens,
+            and one where the plan has changed.
     """
 
     def __init__(
@@ -48,14 +55,18 @@ class FitLoop:
         trainer: Any,
         engine: Engine,
         options: FitOptions,
+        *,
+        accumulation: Accumulation,
         source: Source,
         validation: Validation,
         dispatcher: Dispatcher,
         saved: Snapshot | None,
+        announce: Callable[[str], None],
     ):
         self._trainer = trainer
         self._engine = engine
         self._options = options
+        self._accumulation = accumulation
         self._source = source
         self._validation = validation
         self._dispatcher = dispatcher
@@ -67,38 +78,29 @@ class FitLoop:
             },
             is_agreed=engine.replicas.processes > 1,
         )
-        self._agreed_seconds = 0.0
+        self._clock = Clock(is_agreed=engine.replicas.processes > 1)
         self._saved = saved
+        self._announce = announce
         self._validation_logs: dict[str, Any] = {}
         self._checks: Any = None
         self._callback_states: Any = None
-        self._told_plan: Any = None
+        self._told_plan: Plan | None = None
         self._is_at_rest = False
         self._first_epoch = options.initial_epoch
         self._has_run_out = False
         self._first_items: Any = None
 
-    def run(self, announce: Callable[[str], None]) -> Any:
-        """Train until an end is reached.
-
-        Args:
-            announce: function that is given a line saying what will happen,
-                before it happens, and one where the plan has changed.
-
-        Returns:
-            `keras.callbacks.History`.
-        """
+    def run(self) -> Any:
+        """Train until an end is reached; return `keras.callbacks.History`."""
         trainer = self._trainer
         trainer.model.stop_training = False
         take_initial_epoch(trainer.model)
-        self._announce = announce
-        self._begun = time.monotonic()
         self._start = self._find_start()
         self._position = self._start.position
         self._validated = self._start.validated
-        self._agreed_seconds = self._start.seconds
+        self._clock.start(self._start.seconds)
         upcoming = self._prepare()
-        self._begun = time.monotonic()
+        self._clock.start(self._start.seconds)
         with self._interruption.deferred(), self._dispatcher.training():
             self._callback_states = CallbackStates(self._dispatcher.callbacks)
             with self._published_at_the_end(), self._saved_on_errors():
@@ -135,12 +137,11 @@ class FitLoop:
         """Build what the first window needs; return the windows to come."""
         start, is_saved = self._start, self._saved is not None
         has_ended = is_saved and not self._should_begin()
-        items = iter(()) if has_ended else self._groups(self._position)
-        self._first_items = next(items, None)
+        groups = iter(()) if has_ended else self._groups(self._position)
+        self._first_items = next(groups, None)
         begun = list(
             self._cut([self._first_items] if self._first_items else [])
         )
-        upcoming = self._cut(items)
         first = begun[0] if begun else self._window_to_see()
         start.micro_batch = first.split()[0]
         if begun and self._options.check_inputs and self._trainer.model.built:
@@ -164,7 +165,7 @@ class FitLoop:
         if not is_over:
             for note in self._engine.notes_of_state(first.micro_batches):
                 self._announce(note)
-        return itertools.chain(begun, upcoming)
+        return itertools.chain(begun, self._cut(groups))
 
     def _begun_elsewhere(self) -> Iterator[Window] | None:
         """Begin at another epoch where a callback wants that.
@@ -174,7 +175,7 @@ class FitLoop:
         whatever the epoch go on from there.
 
         Returns:
-            Iterator over the windows to come, or `None` to go on as begun.
+            The windows to come, or `None` to go on as begun.
         """
         epoch = take_initial_epoch(self._trainer.model)
         items, self._first_items = self._first_items, None
@@ -189,13 +190,12 @@ class FitLoop:
         return self._windows(self._position)
 
     def _make_checks(self) -> InputChecks:
+        known: Any = self._start.micro_batch
         return InputChecks.of(
-            self._trainer,
-            self._start.micro_batch,
-            numbers=self._options.check_inputs,
+            self._trainer, known, numbers=self._options.check_inputs
         )
 
-    def _check(self, window: Window, checks: InputChecks, index: int) -> None:
+    def _check(self, window: Window, checks: Any, index: int) -> None:
         """Refuse a window that is wrong, or whose other shares are."""
         # Shares have the same sizes; numbers can be wrong in one alone.
         is_alone = not self._options.check_inputs
@@ -203,13 +203,13 @@ class FitLoop:
             checks.check(window, epoch=self._position.epoch, index=index)
 
     def snapshot_parts(self) -> dict[str, Any]:
-        """Return what the loop adds to a snapshot, a dict of its fields."""
+        """Return what the loop adds to a snapshot, by its fields."""
         return {
             "position": self._position.get_state(),
             "source": self._source.get_state(),
             "run": {
                 "before": self._start.before.as_dict(),
-                "seconds": self._seconds(),
+                "seconds": self._clock.seconds,
                 "validated": self._validated.as_dict(),
                 "validation_logs": dict(self._validation_logs),
                 "last_logs": self._epoch_logs(),
@@ -251,29 +251,30 @@ class FitLoop:
             self._engine.publish()
 
     def _describe(self, first: Window) -> str:
-        trainer, epoch = self._trainer, self._options.initial_epoch
         return describe(
             first,
-            trainer.plan,
+            self._engine.plan,
             replicas=self._engine.replicas.count,
-            updates=updates_in_epoch(self._source, trainer.accumulation, epoch),
+            updates=updates_in_epoch(
+                self._source, self._accumulation, self._options.initial_epoch
+            ),
         )
 
     def _windows(self, position: Position) -> Iterator[Window]:
         return self._cut(self._groups(position))
 
-    def _cut(self, groups: Iterable[tuple]) -> Iterator[Window]:
+    def _cut(self, groups: Iterable[Any]) -> Iterator[Window]:
         """Make windows of groups of loader items, as is right by now."""
         size = self._engine.rows_per_pass
         return (self._source.window(items, size) for items in groups)
 
-    def _groups(self, position: Position) -> Iterator[tuple]:
+    def _groups(self, position: Position) -> Iterator[tuple[Any, ...]]:
         """Yield the loader items of each window of the rest of an epoch.
 
         The first epoch must have some; a later one that has none ends the
         training.
         """
-        accumulation, epoch = self._trainer.accumulation, position.epoch
+        accumulation, epoch = self._accumulation, position.epoch
         is_last = epoch + 1 >= self._options.last_epoch
         tail = accumulation.tail
         if tail == "carry" and is_last:
@@ -291,7 +292,7 @@ class FitLoop:
 
     def _window_to_see(self) -> Window:
         """Make a window for building where none comes, or not yet."""
-        steps = self._trainer.accumulation.steps_at(
+        steps = self._accumulation.steps_at(
             self._position.epoch, self._updates()
         )
         known = self._start.micro_batch
@@ -308,7 +309,7 @@ class FitLoop:
 
     def _updates(self) -> int:
         """Count the updates made, only where the window's size needs it."""
-        if not callable(self._trainer.accumulation.steps):
+        if not callable(self._accumulation.steps):
             return 0
         return self._start.updates(self._engine)
 
@@ -320,18 +321,6 @@ class FitLoop:
             return True
         return self._start.is_amid_epoch or not self._should_stop()
 
-    def _seconds(self) -> float:
-        """Seconds since training began, without those it was interrupted.
-
-        Processes go by the chief's clock, as it was when they last agreed.
-        """
-        if self._engine.replicas.processes > 1:
-            return self._agreed_seconds
-        return self._own_seconds()
-
-    def _own_seconds(self) -> float:
-        return self._start.seconds + time.monotonic() - self._begun
-
     def _agree(self) -> None:
         """Let processes agree on clock, signals and whether to stop.
 
@@ -342,12 +331,12 @@ class FitLoop:
         model = self._trainer.model
         seconds, stops, signals = self._engine.replicas.gather(
             [
-                self._own_seconds(),
+                self._clock.own_seconds,
                 bool(model.stop_training),
                 self._interruption.arrived or 0,
             ]
         ).T
-        self._agreed_seconds = float(seconds[0])
+        self._clock.agree(float(seconds[0]))
         model.stop_training = bool(stops.any())
         self._interruption.agree(int(signals.max()))
 
@@ -356,7 +345,7 @@ class FitLoop:
         if trainer.model.stop_training:
             return True
         if options.max_seconds is not None:
-            if self._seconds() >= options.max_seconds:
+            if self._clock.seconds >= options.max_seconds:
                 return True
         return self._has_made_all_updates()
 
@@ -367,10 +356,9 @@ class FitLoop:
         return self._start.has_made(end, self._engine)
 
     def _run_epoch(self, upcoming: Iterator[Window]) -> bool:
-        """Run an epoch, or the rest of one.
+        """Run an epoch, or the rest of one; return whether it is complete.
 
-        Returns:
-            Whether it is complete, not broken off by an end that came first.
+        It may be broken off by an end that came first.
         """
         engine, position = self._engine, self._position
         epoch = position.epoch
@@ -400,7 +388,7 @@ class FitLoop:
             self._leave_if_interrupted()
         return is_complete
 
-    def _epoch_logs(self) -> Any:
+    def _epoch_logs(self) -> dict[str, Any]:
         if self._engine.has_report:
             return self._engine.epoch_logs()
         return self._start.last_logs
@@ -459,7 +447,7 @@ class FitLoop:
             report = engine.run_window(window)
         counting, window = engine.counting, engine.last_window
         counting.add(window.micro_batches, window.samples)
-        counting.set_seconds(self._start.before.seconds + self._seconds())
+        counting.set_seconds(self._start.before.seconds + self._clock.seconds)
         if dispatcher.listens("on_apply"):
             dispatcher.call(
                 "on_apply", counting.progress.updates, engine.window_logs

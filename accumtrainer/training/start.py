@@ -1,14 +1,16 @@
 """Where a fit starts: anew, or where the run that a snapshot is of stopped."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
+from accumtrainer.data.batches import Batch
 from accumtrainer.data.position import Position
 from accumtrainer.data.processes import check_processes
 from accumtrainer.data.source import Source
 from accumtrainer.progress import Progress
 from accumtrainer.saving.callback_state import CallbackStates, announce_states
 from accumtrainer.saving.snapshot import Snapshot
+from accumtrainer.training.engine import Engine
 
 
 class FreshStart:
@@ -39,19 +41,19 @@ class FreshStart:
         self.seconds = 0.0
         self.validation_logs: dict[str, Any] = {}
         self.last_logs: dict[str, Any] = {}
-        self.micro_batch: Any = None
+        self.micro_batch: Batch | None = None
 
-    def check(self, engine: Any) -> None:
+    def check(self, engine: Engine) -> None:
         """Refuse what does not fit, when the program is known."""
 
-    def restore(self, engine: Any, states: CallbackStates) -> None:
+    def restore(self, engine: Engine, states: CallbackStates) -> None:
         """Put everything back, when all that begins anew has begun."""
 
-    def has_made(self, updates: float, engine: Any) -> bool:
+    def has_made(self, updates: float, engine: Engine) -> bool:
         """Whether so many updates have been made in the Trainer's life."""
         return engine.counting.has_made(updates)
 
-    def updates(self, engine: Any) -> int:
+    def updates(self, engine: Engine) -> int:
         """Count the updates made; waits for the device."""
         return engine.counting.progress.updates
 
@@ -75,7 +77,7 @@ class SavedStart(FreshStart):
         snapshot: Snapshot,
         source: Source,
         model: Any,
-        callbacks: Sequence[Any],
+        callbacks: Iterable[Any],
         *,
         fast_forward: bool,
     ):
@@ -83,11 +85,12 @@ class SavedStart(FreshStart):
         if snapshot.position is None:
             self._begin_epoch(snapshot)
             return
-        run = snapshot.run
+        run: Any = snapshot.run
+        source_state: Any = snapshot.source
         super().__init__(0, Progress.from_dict(run["before"]))
         self.position = Position.of_state(snapshot.position)
-        check_processes(source, snapshot.source)
-        source.go_to(self.position, snapshot.source, fast_forward=fast_forward)
+        check_processes(source, source_state)
+        source.go_to(self.position, source_state, fast_forward=fast_forward)
         self.seconds = run["seconds"]
         self.validated = Progress.from_dict(run["validated"])
         self.last_logs = run["last_logs"]
@@ -102,32 +105,30 @@ class SavedStart(FreshStart):
         self.validated = Progress.from_dict(snapshot.progress)
         self.seconds = self.validated.seconds
 
-    def check(self, engine: Any) -> None:
-        engine.check_fits(
-            self.snapshot.variables, is_amid_epoch=self.is_amid_epoch
-        )
+    def check(self, engine: Engine) -> None:
+        if self.snapshot is not None:
+            engine.lasting.check_fits(
+                self.snapshot, is_amid_epoch=self.is_amid_epoch
+            )
 
-    def restore(self, engine: Any, states: CallbackStates) -> None:
+    def restore(self, engine: Engine, states: CallbackStates) -> None:
         snapshot, self.snapshot = self.snapshot, None
         if snapshot is None:
             return
-        engine.restore(
-            snapshot.variables,
-            snapshot.progress,
-            is_amid_epoch=self.is_amid_epoch,
-            was_scaled=snapshot.scales_loss,
-        )
+        engine.restore(snapshot, is_amid_epoch=self.is_amid_epoch)
         self.is_amid_epoch = False
         if snapshot.run is not None:
             self.validation_logs = dict(snapshot.run["validation_logs"])
         states.set(snapshot.callbacks)
 
-    def has_made(self, updates: float, engine: Any) -> bool:
+    def has_made(self, updates: float, engine: Engine) -> bool:
         if self.snapshot is None:
             return super().has_made(updates, engine)
-        return self.snapshot.progress["updates"] >= updates
+        made: int = self.snapshot.progress["updates"]
+        return made >= updates
 
-    def updates(self, engine: Any) -> int:
+    def updates(self, engine: Engine) -> int:
         if self.snapshot is None:
             return super().updates(engine)
-        return self.snapshot.progress["updates"]
+        made: int = self.snapshot.progress["updates"]
+        return made

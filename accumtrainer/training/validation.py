@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from accumtrainer import errors
-from accumtrainer.config import require_count
+from accumtrainer.checks import require_count
 from accumtrainer.data.source import Source, SourceOptions, check_ends
 from accumtrainer.data.sources import Arrays, FirstBatches, Loader
 from accumtrainer.training.fit_options import checked_steps

@@ -187,6 +187,7 @@ class Hooks:
     model: Any
     optimizer: Any
     accumulation: Any
+    loss_scale: Any
     rng: Any
     has_window_loss = False
     _context: HookContext  # a name that a subclass would not take

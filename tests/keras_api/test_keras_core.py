@@ -119,7 +119,7 @@ def test_only_keras_api_asks_which_keras_it_is():
         if knows.search(file.read_text())
     }
     # Messages tell users how to switch.
-    assert asking - {"errors.py"} == {"keras_api"}
+    assert asking - {"errors"} == {"keras_api"}
 
 
 TRAIN = """

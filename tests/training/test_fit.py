@@ -21,7 +21,7 @@ from linear import (
 
 from accumtrainer import Accumulation, Callback, Every, Trainer
 from accumtrainer.keras_api import keras
-from accumtrainer.training import loop as loop_module
+from accumtrainer.training import clock as clock_module
 
 pytestmark = pytest.mark.usefixtures("without_xla")
 
@@ -143,7 +143,7 @@ def clock(monkeypatch):
     """Give a clock that stands still until a test moves it."""
     stopped = types.SimpleNamespace(now=100.0)
     stopped.monotonic = lambda: stopped.now
-    monkeypatch.setattr(loop_module, "time", stopped)
+    monkeypatch.setattr(clock_module, "time", stopped)
     return stopped
 
 

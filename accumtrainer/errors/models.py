@@ -1,0 +1,272 @@
+"""What is said of models, losses, optimizers and hooks, before they train."""
+
+UNKNOWN_KERAS = (
+    "ACCUMTRAINER_KERAS must be 'keras' or 'keras_core'. Received: "
+    "ACCUMTRAINER_KERAS={name!r}. Unset it to stand on Keras 3."
+)
+
+OTHER_KERAS = (
+    "{name} must be made with {here}, on which accumtrainer stands here. "
+    "Received: {received} of {other}. Set ACCUMTRAINER_KERAS={other} before "
+    "accumtrainer is imported, or make it with {here}."
+)
+
+OTHER_STRATEGY = (
+    "A Trainer must be used in the scope of the strategy in which its model "
+    "was made, or in no scope. Received: the scope of another {strategy}. Make "
+    "the model and the Trainer in `with strategy.scope():`, or leave the scope "
+    "before using them."
+)
+
+KERAS_CORE_EMA = (
+    "optimizer must not average weights with Keras Core, whose averages are "
+    "wrong in a compiled update. Received: use_ema=True. Leave use_ema out, "
+    "keep an average in Trainer.after_apply, or use Keras 3."
+)
+
+KERAS_CORE_CONSTRAINT = (
+    "A Dense layer must have no constraint with Keras Core, which never "
+    "applies it. Received: a constraint of {received}. Leave it out, assign "
+    "the constrained weights in Trainer.after_apply, or use Keras 3."
+)
+
+KERAS_CORE_MASK = (
+    "Nothing must make masks with Keras Core on JAX, which loses them in a "
+    "compiled step. Received: {received}. Set KERAS_BACKEND=tensorflow, use "
+    "Keras 3, or pass weights and attention masks as explicit arguments."
+)
+
+KERAS_CORE_FIT = (
+    "GradientAccumulation must be used with Keras 3. Received: a model of "
+    "Keras Core, whose fit runs in another way. Use a Trainer, which takes "
+    "the same model, or make the model with keras."
+)
+
+KERAS_CORE_EVALUATION = (
+    "model must not override test_step or make_test_function where a Trainer "
+    "evaluates it with Keras Core on JAX. Received: one that does, and "
+    "Model.evaluate there leaves out the first batch of a generator. Call "
+    "model.evaluate with arrays and train without validation_data, or use "
+    "Keras 3."
+)
+
+KERAS_CORE_STATISTICS = (
+    "AccumulatedBatchNormalization must be used with Keras 3. Received: a "
+    "layer of Keras Core, whose weights cannot be kept out of mixed precision. "
+    "Use keras_core.layers.BatchNormalization, or make the model with keras."
+)
+
+KERAS_CORE_PENALTY = (
+    "A model with a compute_loss of its own must have no weight regularizers "
+    "with Keras Core on JAX, whose model.losses leaves them out in a compiled "
+    "step. Received: {received}. Override Trainer.compute_loss instead, set "
+    "KERAS_BACKEND=tensorflow, or use Keras 3."
+)
+
+KERAS_CORE_PAIRING = (
+    "loss, y and sample_weight must have one entry for each output with Keras "
+    "Core, which pairs them by place. Received: {counts}. Give a list or dict "
+    "with an entry for every output; where one output needs no loss, give "
+    "loss as a dict by output name and leave it out there."
+)
+
+NOT_WITH_REPLICAS = (
+    "A model of several replicas must be trained as replicas can: compiled, on "
+    "Keras 3, and exchanging nothing within an update. Received: {replicas} "
+    "replicas, with {received}. Leave that out, or build the model outside of "
+    "the strategy or distribution."
+)
+
+LOSS_WITHOUT_REDUCTION = (
+    "loss must have a reduction. Received: loss {loss!r} with reduction=None. "
+    "Use reduction='sum' or 'sum_over_batch_size'."
+)
+
+BARE_LOSS = (
+    "A loss must say what it was averaged over where an update has several "
+    "micro-batches, because they may count differently. Received: a bare "
+    "scalar from {origins}. {shown}{remedy}."
+)
+
+WRONG_DENOMINATOR = (
+    "{stated} must be what a bare scalar was averaged over. Received: one from "
+    "{origin}, which {shown}, as a trial with some of the data shows: updates "
+    "are not those of the big batch. {remedy}."
+)
+
+NOT_A_WEIGHTED_LOSS = (
+    "compute_loss must return a WeightedLoss or a dict of them by name. "
+    "Received: {result!r}. Return WeightedLoss(mean, denominator), where "
+    "denominator is what the mean was divided by."
+)
+
+OTHER_LOSSES = (
+    "Losses must be alike, in number, names and kind, for all micro-batches "
+    "whose parts are, whatever their sizes, since a window adds them up. "
+    "Received: {received}, where the first micro-batch had {expected}. Let "
+    "them depend on the parts of the data alone; a loss that does not apply "
+    "may be 0, with a denominator of 0."
+)
+
+LOG_OUTSIDE_HOOK = (
+    "self.log must be called from a hook, while the step is traced. "
+    "Received: self.log({name!r}) outside one. In host code, put numbers into "
+    "`logs` from a callback."
+)
+
+LOGGED_TWICE = (
+    "self.log must be called once per hook for a name, always with the same "
+    "reduce. Received: {name!r} again. Give the second value its own name."
+)
+
+WRONG_STRUCTURE = "{hook} must return {rule}. Received: {received}."
+
+UNSUPPORTED_BACKEND = (
+    "Keras must run on a supported backend: tensorflow or jax. Received: "
+    "KERAS_BACKEND={backend!r}. Set KERAS_BACKEND=tensorflow or jax before "
+    "Keras is imported, and install accumtrainer[tensorflow] or "
+    "accumtrainer[jax]."
+)
+
+UNKNOWN_HOOK = (
+    "A subclass of Trainer must define only methods that somebody calls. "
+    "Received: {cls}.{name}, which is no hook. {remedy} The hooks are "
+    "{hooks}."
+)
+
+UNKNOWN_ARGUMENT = (
+    "{owner} must be given only arguments that it has. Received: {received}. "
+    "{remedies}"
+)
+
+MODEL_WITH_OWN_STEP = (
+    "model must not override {step}, because a Trainer would never call it. "
+    "Received: {model}.{step}. Move what it does into {remedy}."
+)
+
+MODEL_WITH_OWN_TEST_STEP = (
+    "model must not override test_step or make_test_function where several "
+    "processes evaluate it. Received: {model} in {processes} processes, which "
+    "Keras would evaluate each by itself. Call model.evaluate in one of them, "
+    "and train without validation_data; or move what it does into "
+    "Trainer.compute_loss (info.training is False)."
+)
+
+OWN_COMPILE = (
+    "model must be compiled before a Trainer is made for it, where its own "
+    "compile takes other arguments than those given. Received: "
+    "{model}.compile{signature}, and {given}, to which it says: {error}. Leave "
+    "out what it settles by itself, or call model.compile first, and then "
+    "Trainer(model)."
+)
+
+NO_TARGETS = (
+    "y must hold the targets of the loss {loss!r}. Received: None. Give fit x "
+    "and y, and what takes one batch the pair (x, y); or train without a loss "
+    "of targets, by layers that add losses or Trainer.compute_loss."
+)
+
+MIXED_WINDOW = (
+    "The batches of one update must have the same losses, since a window adds "
+    "them up. Received: batches amid a window of {steps} whose parts, and with "
+    "them the number, names or kinds of losses, are others than of those "
+    "before. Let the data change their parts between updates."
+)
+
+NO_LOSS = (
+    "loss must be given. Received: loss=None for a model whose layers add no "
+    "loss either. Give Trainer(loss=...), or override compute_loss."
+)
+
+NOTHING_TO_TRAIN = (
+    "The model does not have any trainable weights. Losses and metrics of "
+    "{model!r} are computed, and what moves in forward passes moves; nothing "
+    "is trained, and optimizer.iterations stands still, as in Keras. To train, "
+    "set layer.trainable = True before."
+)
+
+HAND_MADE_LOSS_SCALE_OPTIMIZER = (
+    "optimizer must not scale the loss itself, or it would be scaled twice. "
+    "Received: a LossScaleOptimizer. Give its inner optimizer, and its "
+    "settings as Trainer(loss_scale=LossScale(initial=..., "
+    "growth_interval=...))."
+)
+
+OPTIMIZER_ACCUMULATES = (
+    "optimizer must not accumulate gradients itself, or they would be "
+    "accumulated twice. Received: gradient_accumulation_steps={steps}. Make "
+    "the optimizer without, and use Trainer(accumulation={steps})."
+)
+
+SEVERAL_OPTIMIZERS = (
+    "optimizer must have a learning rate of its own. Received: a "
+    "MultiOptimizer, whose optimizers have one each. Give one optimizer for "
+    "all variables; where it is SGD, Trainer.on_apply can scale the gradients "
+    "of some of them."
+)
+
+OPTIMIZER_OF_OTHERS = (
+    "optimizer must be new, or have been built for the model's trainable "
+    "variables. Received: an optimizer built for other variables, which does "
+    "not know {variable!r}. Give an optimizer that has not been used."
+)
+
+TRAINABLE_CHANGED = (
+    "model must be as trainable as it was when the Trainer was made. Received: "
+    "{received}. Make a new Trainer after changing layer.trainable."
+)
+
+COMPILED_ANEW = (
+    "model must stay compiled as its Trainer has left it, whose step updates "
+    "the metrics of then. Received: the model {model!r}, compiled anew since, "
+    "by hand or by another Trainer. Give that one, or a new Trainer(model), "
+    "what is to go on."
+)
+
+MODEL_WITH_OWN_TRAINING = (
+    "model must not override {name}, because inside fit GradientAccumulation "
+    "takes its place: several batches make one update, and what {name} does "
+    "with a batch alone would be lost. Received: {model}.{name}. Move the "
+    "loss into the model's compute_loss, which is honoured, or use a Trainer "
+    "and its hooks."
+)
+
+OWN_TRAIN_FUNCTION = (
+    "fit must be given one GradientAccumulation, and the model must not have a "
+    "make_train_function of its own. Received: model {model!r}, whose "
+    "make_train_function was replaced. Remove the other one."
+)
+
+DISTRIBUTED_FIT = (
+    "GradientAccumulation trains on one device. Received: a model under "
+    "tf.distribute or keras.distribution. Leave the strategy or distribution "
+    "out."
+)
+
+FIT_ACCUMULATES_TWICE = (
+    "optimizer must not accumulate gradients itself, or they would be "
+    "accumulated twice. Received: gradient_accumulation_steps={steps}. Make "
+    "the optimizer without, and use GradientAccumulation(steps={steps})."
+)
+
+CALLBACK_WITH_TRAINER_HOOK = (
+    "{callback}.{hook} takes ({parameters}), which is how a Trainer's hook is "
+    "written. Hooks of a Trainer are traced into the compiled step: they take "
+    "tensors and return tensors. Hooks of a callback run on the host "
+    "afterwards: they see numbers and return nothing. To change gradients or "
+    "batches, write {hook} as a method of a subclass of Trainer; to observe, "
+    "give the callback's hook the parameters ({position}, logs)."
+)
+
+NOT_WITH_A_WINDOW_LOSS = (
+    "{name} must be left out of a WindowLossTrainer. Received: "
+    "{name}={value!r}. Its loss is window_loss, which sees all examples of an "
+    "update at once; put into that what {name} was meant to do."
+)
+
+NOT_TRACKED = (
+    "A variable that hooks or layers write to must be part of the training, or "
+    "nothing saves it and a skipped update does not put it back. Received: a "
+    "write to {variable!r}, which is neither the model's nor tracked. Call "
+    "self.track(...) on it before training."
+)

@@ -1,0 +1,105 @@
+"""What is said of a run: memory, shapes, checkpoints, bad windows."""
+
+REPLICA_OF_PROCESSES = (
+    "x must be arrays where one replica of the model is in several processes, "
+    "the same ones in each. Received: a loader, which yields a share for each "
+    "process. Give arrays, memory-mapped ones (numpy.memmap) if they are "
+    "large, or a mesh that splits batches by process before anything else."
+)
+
+INSPECTION_OF_PROCESSES = (
+    "inspect must be called where one process trains. Received: a Trainer in "
+    "{processes} processes. Save a checkpoint, restore it in one process, and "
+    "inspect the window there."
+)
+
+NOTHING_FITS = (
+    "micro_batch_size='auto' must find a size that fits. Received: micro-"
+    "batches of {size}, which take {peak} where the limit is "
+    "{limit}. Raise memory_limit_bytes, or make the model smaller."
+)
+
+NO_MEMORY_LIMIT = (
+    "memory_limit_bytes must be given with micro_batch_size='auto' where the "
+    "device does not tell how much memory it has, as a CPU. Received: None. "
+    "Write for example Accumulation(micro_batch_size='auto', "
+    "memory_limit_bytes=4 * 2**30)."
+)
+
+MEMORY_IS_SECRET = (
+    "micro_batch_size must be a number on this system, which does not tell how "
+    "much memory a process takes. Received: 'auto'. Give a number, or use JAX, "
+    "whose compiler knows."
+)
+
+EAGER_MEMORY = (
+    "micro_batch_size must be a number with run_eagerly=True, where nothing "
+    "plans memory. Received: 'auto'. Leave run_eagerly out, or give a number."
+)
+
+TOO_LARGE = (
+    "The device ran out of memory with micro-batches of {before}; from here on "
+    "they are of {after}. The update is the same."
+)
+
+MANY_SHAPES = (
+    "Micro-batches should have few different shapes, because XLA compiles the "
+    "step again for each of them. Received: arrays of a fourth set of shapes, "
+    "{shapes}. Sort samples of similar length into a few buckets, or pad them "
+    "to a multiple of a fixed length, for example of 64; keep to a few values "
+    "of k where it changes. This is said once."
+)
+
+MANY_SHAPES_XLA = (
+    " Or leave jit_compile='auto': then XLA compiles the first {count} shapes "
+    "alone, and TensorFlow runs those that come later without it."
+)
+
+NON_FINITE = (
+    "gradients were not finite in {count} windows in a row after update "
+    "{update}, more than max_consecutive_skips={limit}. The weights are those "
+    "of update {update}. Lower the learning rate, check the data for NaN, or "
+    "use max_consecutive_skips=None to go on regardless."
+)
+
+OTHER_VARIABLES = (
+    "A checkpoint must belong to the same {part}. Received: {saved} in the "
+    "checkpoint, where there is {here} here. Build the same one again, or "
+    "begin a new run in another directory."
+)
+
+OTHER_CLASS = (
+    "A checkpoint must belong to the same {part}. Received: one saved with "
+    "{before}, while this Trainer has {now}. Use {before}, or take over the "
+    "weights alone: trainer.restore(path, weights_only=True)."
+)
+
+NOT_BUILT = (
+    "model must be built before it can be saved or restored. Received: the "
+    "model {model!r}, which has no variables yet. Call it once on data, or "
+    "give it an Input; fit(resume_from=...) builds it by itself."
+)
+
+NOT_OURS = (
+    "path must be a new directory or a checkpoint to be replaced. Received: "
+    "{path}, which holds something else. Choose another path."
+)
+
+UNREADABLE_CHECKPOINT = "The checkpoint {path} cannot be used: {reason}."
+
+NO_GOOD_CHECKPOINT = (
+    "At least one checkpoint must be good. Received: {path}, where all "
+    "{count} are damaged or foreign; the newest is named above. Restore the "
+    "directory from a copy, or move it away to begin anew."
+)
+
+NO_CHECKPOINT = (
+    "There must be a checkpoint to go on from. Received: {path}, which has "
+    "none. Check the path, or use resume_from='auto', which begins anew where "
+    "there is none."
+)
+
+NO_SCORES = (
+    "which='best' needs checkpoints with a score. Received: {path}, where none "
+    "has one. Save with Checkpoint(keep_best='val_loss'), or use 'latest'."
+)

@@ -1,0 +1,338 @@
+"""What a Trainer answers: none of it trains."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from accumtrainer.config import Every
+from accumtrainer.data.batches import Window
+from accumtrainer.data.source import check_ends
+from accumtrainer.data.sources import OnePiece, make_source
+from accumtrainer.diagnosis.equivalence import Equivalence
+from accumtrainer.diagnosis.inspection import Inspection
+from accumtrainer.keras_api import keras
+from accumtrainer.observers.callback import Dispatcher
+from accumtrainer.observers.logs import Logs
+from accumtrainer.observers.progress_bar import make_progress_bar
+from accumtrainer.progress import Progress
+from accumtrainer.steps.memory import MemoryPlan
+from accumtrainer.steps.plan import Plan
+from accumtrainer.training.engine import Engine
+from accumtrainer.training.fit_options import checked_steps
+from accumtrainer.training.signals import Interruption
+from accumtrainer.window.hooks import Hooks
+
+
+class Answers(Hooks):
+    """What hooks, callbacks and users may ask a Trainer for."""
+
+    _engine: Engine
+
+    @property
+    def progress(self) -> Progress:
+        """A copy of the counters; reading it waits for the device."""
+        return self._engine.counting.progress
+
+    @property
+    def progress_at_most(self) -> Progress:
+        """A copy of `progress` that does not wait for the device.
+
+        Its updates are as many as there can be: windows that may yet turn out
+        to be skipped count among them.
+        """
+        return self._engine.counting.progress_at_most
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples consumed so far, an int the host knows without waiting."""
+        return self.progress_at_most.samples
+
+    @property
+    def window_logs(self) -> Logs:
+        """`Logs` of the last window alone, as `on_apply` is given them.
+
+        They are fetched from the device when somebody looks at them, also
+        later, when further windows have run.
+        """
+        return self._engine.window_logs
+
+    @property
+    def micro_batch_logs(self) -> Logs:
+        """`Logs` of the last window's micro-batches, arrays `[k]` by name.
+
+        They hold what `on_accumulate` is given, micro-batch by micro-batch,
+        and are fetched from the device when somebody looks at them.
+        """
+        return self._engine.micro_batch_logs
+
+    @property
+    def last_window(self) -> Window | None:
+        """The `Window` that was run last, on the host; `None` before one.
+
+        Where processes have a share of it each, its arrays are this one's.
+        """
+        return self._engine.last_window
+
+    @property
+    def data_seconds(self) -> float:
+        """Seconds that `fit` has spent so far on waiting for data."""
+        return self._engine.data_seconds
+
+    def inspect(self, window: Window | None = None) -> Inspection:
+        """Run a window again without effect, and say what is not finite.
+
+        Its micro-batches run one by one and operation by operation, slowly,
+        from their inputs to their gradients, with the model as it is now.
+        That is the model the window saw if it is the last one and was
+        skipped. Draws from `self.rng` are those the window made, except under
+        XLA on TensorFlow, which draws in its own way; layers that draw, such
+        as dropout, draw anew.
+
+        Args:
+            window: `Window`, default `last_window`.
+
+        Returns:
+            `Inspection`, with the `findings` and the `first` of them; printed,
+            it is a short report.
+
+        Raises:
+            RuntimeError: there has been no window.
+        """
+        window = self.last_window if window is None else window
+        if window is None:
+            raise RuntimeError(
+                "inspect must come after a window has run. Received: a "
+                "Trainer that has not trained. Call fit first."
+            )
+        return self._engine.inspect(window)
+
+    def is_due(self, every: Every, since: Progress) -> bool:
+        """Say whether an occasion has come, waiting only where it could have.
+
+        Args:
+            every: `Every`.
+            since: `Progress` at an earlier moment, a copy.
+
+        Returns:
+            bool.
+        """
+        return self._engine.counting.is_due(every, since)
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas of the model share an update out."""
+        return self._engine.replicas.count
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process is the one that writes; a single one is."""
+        return self._engine.replicas.is_chief
+
+    @property
+    def plan(self) -> Plan | None:
+        """How windows run, a `steps.Plan`; `None` before the first."""
+        return self._engine.plan
+
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: int | Literal["auto"] = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """Compute the loss and the metrics of some data.
+
+        Args:
+            x: what `fit` takes. Several processes evaluate together, and are
+                all given the same.
+            y: targets, where x is arrays.
+            batch_size: samples per loader batch, default 32.
+            verbose: 0, 1, 2 or `"auto"`.
+            sample_weight: weights of the samples, where x is arrays.
+            steps: loader batches to take.
+            callbacks: callbacks for this call.
+            return_dict: whether to return a dict instead of a list.
+
+        Returns:
+            The loss, or the list of loss and metrics, or a dict of them.
+        """
+        steps = checked_steps("steps", steps)
+        self._engine.check_compiled()
+        source = make_source(
+            x,
+            y,
+            sample_weight,
+            batch_size=batch_size,
+            shuffle=False,
+            steps=steps,
+        )
+        check_ends(source, "steps")
+        dispatcher = self._dispatcher(
+            callbacks, verbose, epochs=1, steps=source.batches_per_epoch
+        )
+        with Interruption().deferred() as interruption:
+            logs = self._engine.evaluate(
+                source, dispatcher, rest=interruption.check
+            )
+        names = self._engine.evaluated_names
+        return as_keras_returns(logs, names, return_dict)
+
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: int | Literal["auto"] = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+    ) -> Any:
+        """Compute the predictions for some data.
+
+        Args:
+            x: what `fit` takes, as for `evaluate`; targets in it are ignored.
+            batch_size: samples per loader batch, default 32.
+            verbose: 0, 1, 2 or `"auto"`.
+            steps: loader batches to take.
+            callbacks: callbacks for this call.
+
+        Returns:
+            Nest of NumPy arrays, one row per sample.
+        """
+        steps = checked_steps("steps", steps)
+        source = make_source(
+            x, batch_size=batch_size, shuffle=False, steps=steps
+        )
+        check_ends(source, "steps")
+        dispatcher = self._dispatcher(
+            callbacks, verbose, epochs=1, steps=source.batches_per_epoch
+        )
+        with Interruption().deferred() as interruption:
+            return self._engine.predict(
+                source, dispatcher, rest=interruption.check
+            )
+
+    def memory_plan(
+        self, batch: Any, sizes: Sequence[int] | None = None
+    ) -> MemoryPlan:
+        """Predict how much memory micro-batches of several sizes take.
+
+        On JAX the compiler is asked, for every size; on TensorFlow the
+        gradients of the batch are computed, and nothing else happens. There
+        it is the memory of the process that is measured where there is no
+        accelerator, which other threads move too.
+
+        Args:
+            batch: `(x, y)`, `(x, y, sample_weight)` or `x`, arrays or nests
+                of them, the batch of an update.
+            sizes: list of int, samples per micro-batch on each device;
+                default those that `"auto"` tries: the whole batch, about its
+                half, and so on down to 1, divisors where there are any near.
+
+        Returns:
+            `MemoryPlan`, whose `rows` have `micro_batch_size`,
+            `micro_batches` and `peak_bytes`; printed, it is a short table.
+
+        Example:
+            >>> import numpy as np
+            >>> model = keras.Sequential([keras.Input([2])])
+            >>> model.add(keras.layers.Dense(1))
+            >>> trainer = Trainer(model, optimizer="sgd", loss="mse")
+            >>> plan = trainer.memory_plan((np.eye(8, 2), np.ones([8, 1])))
+            >>> [row.micro_batch_size for row in plan.rows]
+            [1, 2, 4, 8]
+        """
+        self._engine.check_model()
+        data = OnePiece(*keras.utils.unpack_x_y_sample_weight(batch))
+        window = data.window()
+        self._engine.prepare(window)
+        return self._engine.memory_plan(window, sizes)
+
+    def check_equivalence(
+        self, batch: Any, tolerance: float = 1e-5
+    ) -> Equivalence:
+        """Compare the accumulated update of a batch with that of the whole.
+
+        The gradients before the optimizer, and before `on_apply`, are
+        computed from the model as it is, cut into micro-batches and in one
+        piece, both drawing from the same random state. Where they differ,
+        some trials find out why. Nothing is changed.
+
+        Args:
+            batch: `(x, y)`, `(x, y, sample_weight)` or `x`, arrays or nests
+                of them. It is cut as by `train_on_batch`.
+            tolerance: largest difference that counts as rounding, relative to
+                the largest gradient of the model.
+
+        Returns:
+            `Equivalence`; printed, it is a short table.
+
+        Raises:
+            ValueError: the batch makes a single micro-batch.
+
+        Example:
+            >>> import numpy as np
+            >>> model = keras.Sequential([keras.Input([2])])
+            >>> model.add(keras.layers.Dense(1))
+            >>> trainer = Trainer(model, optimizer="sgd", loss="mse",
+            ...                   accumulation=4)
+            >>> x, y = np.eye(8, 2), np.ones([8, 1])
+            >>> trainer.check_equivalence((x, y)).is_exact
+            True
+        """
+        self._engine.check_model()
+        data = OnePiece(*keras.utils.unpack_x_y_sample_weight(batch))
+        window = self._cut(data)
+        if window.micro_batches < 2:
+            raise ValueError(
+                "batch must make at least two micro-batches. Received: "
+                f"{window.samples} samples, which make one under "
+                f"{self.accumulation}. Give more samples, or accumulate more."
+            )
+        return self._engine.check_equivalence(window, data.window(), tolerance)
+
+    def _cut(self, data: OnePiece) -> Window:
+        """Cut all there is into the micro-batches of one window."""
+        size = self._engine.rows_per_pass
+        if size is None:
+            steps = self.accumulation.steps_at(0, self.progress.updates)
+            size = math.ceil(data.samples / steps)
+        return self._engine.cut(data.window(size))
+
+    def _dispatcher(
+        self,
+        callbacks: Any,
+        verbose: Any,
+        *,
+        add_history: bool = False,
+        **params: Any,
+    ) -> Dispatcher:
+        """Make what tells callbacks; they are given the `params`."""
+        return Dispatcher(
+            callbacks,
+            model=self.model,
+            trainer=self,
+            params={"verbose": verbose, **params},
+            add_history=add_history,
+            progress_bar=make_progress_bar(verbose if self.is_chief else 0),
+            make_current=self._engine.publish,
+        )
+
+
+def as_keras_returns(
+    logs: dict[str, Any], names: Sequence[str], return_dict: bool
+) -> Any:
+    """Return results as Keras does: a number, a list or a dict.
+
+    Args:
+        logs: numbers by name.
+        names: in which order; see `metric_names`.
+        return_dict: whether a dict is wanted.
+    """
+    if return_dict:
+        return logs
+    others = [name for name in sorted(logs) if name not in names]
+    values = [logs[name] for name in [*names, *others] if name in logs]
+    return values[0] if len(values) == 1 else values

@@ -1,0 +1,98 @@
+"""What `fit` trains on and what it validates on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accumtrainer.checks import require_count
+from accumtrainer.data.processes import Processes
+from accumtrainer.data.source import Source, SourceOptions
+from accumtrainer.data.sources import (
+    Arrays,
+    Loader,
+    make_training_source,
+    recognize,
+    recognize_sets,
+)
+from accumtrainer.training.fit_options import FitOptions, limited
+from accumtrainer.training.validation import Validation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitData:
+    """The arguments of `Trainer.fit` that say what to train on and validate on.
+
+    They are explained there.
+    """
+
+    x: Any
+    y: Any
+    sample_weight: Any
+    batch_size: int | None
+    shuffle: Any
+    class_weight: dict[int, float] | None
+    steps_per_epoch: int | None
+    overfit_batches: int | None
+    validation_data: Any
+    validation_split: float
+    validation_steps: int | None
+    validation_batch_size: int | None
+
+    def __post_init__(self) -> None:
+        if self.overfit_batches is not None:
+            require_count(
+                "overfit_batches",
+                self.overfit_batches,
+                "Leave it out for the default.",
+            )
+
+    def open(
+        self,
+        options: FitOptions,
+        processes: Processes,
+        *,
+        seed: int,
+        epochs_before: int,
+    ) -> tuple[Source, Validation]:
+        """Make the source of the training data, and what to validate on.
+
+        Args:
+            options: how long it trains, and how it is validated.
+            processes: knows of those that train together.
+            seed: decides the order of the data.
+            epochs_before: see `SourceOptions`.
+        """
+        data: Arrays | Loader = recognize(self.x, self.y, self.sample_weight)
+        if self.validation_split and self.validation_data is None:
+            data, held_back = data.split(self.validation_split)
+            sets: Mapping[str, Arrays | Loader] = {"": held_back}
+        else:
+            sets = recognize_sets(self.validation_data)
+        first, steps, shuffle = self.overfit_batches, None, False
+        if not first:
+            shuffle = self.shuffle
+            steps = limited(
+                "steps_per_epoch", self.steps_per_epoch, "max_steps_per_epoch"
+            )
+        source = make_training_source(
+            data,
+            SourceOptions(
+                batch_size=self.batch_size,
+                shuffle=shuffle,
+                seed=seed,
+                class_weight=self.class_weight,
+                steps=steps,
+                epochs_before=epochs_before,
+            ),
+            processes,
+            first=first,
+            must_end=not options.may_end_amid_epoch,
+        )
+        batch_size = self.validation_batch_size
+        validation = Validation(
+            sets,
+            batch_size=self.batch_size if batch_size is None else batch_size,
+            steps=self.validation_steps,
+            first=int(options.fast_dev_run) or None,
+        )
+        return source, validation

@@ -1,0 +1,137 @@
+"""What lasts from one window to the next: captured, checked and put back."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from accumtrainer import errors
+from accumtrainer.keras_api.types import Variable
+from accumtrainer.saving.snapshot import (
+    Snapshot,
+    check_fits,
+    copy_to_host,
+    find_difference,
+    put_back,
+)
+from accumtrainer.window.parts import WindowParts
+from accumtrainer.window.variables import WindowVariables
+
+PARTS_OF_EPOCH = ("metrics", "means")
+"""What an epoch begins anew, of the parts of a snapshot."""
+
+
+class LastingState:
+    """The variables that a snapshot has, which are current when it is asked.
+
+    Args:
+        parts: whose windows run, and on what.
+        scope: makes a context in which variables are made for the devices.
+    """
+
+    def __init__(
+        self, parts: WindowParts, scope: Callable[[], AbstractContextManager]
+    ):
+        self._window_parts = parts
+        self._scope = scope
+        self._variables: WindowVariables | None = None
+        self._streams: list[np.ndarray] = []
+        self._settled_streams = 0
+
+    def begin(self, variables: WindowVariables) -> None:
+        """Learn what windows have besides, when they are known."""
+        self._variables = variables
+
+    def capture(self) -> dict[str, dict[str, np.ndarray]]:
+        """Copy all of them to the host, by part and path."""
+        return {k: copy_to_host(v) for k, v in self._parts().items()}
+
+    def check_fits(
+        self,
+        saved: Snapshot,
+        *,
+        is_amid_epoch: bool,
+        weights_only: bool = False,
+    ) -> None:
+        """Refuse saved values that are not this training's.
+
+        Args:
+            saved: what was captured.
+            is_amid_epoch: whether the running means of the epoch matter.
+            weights_only: whether the model's variables alone matter.
+
+        Raises:
+            CheckpointError: a part differs; the difference is named.
+        """
+        for part, variables in self._wanted(weights_only).items():
+            if is_amid_epoch or part not in PARTS_OF_EPOCH:
+                check_fits(part, variables, saved.variables[part])
+
+    def restore(
+        self,
+        saved: Snapshot,
+        *,
+        is_amid_epoch: bool,
+        weights_only: bool = False,
+    ) -> None:
+        """Put captured values back, which fit; see `check_fits`.
+
+        Running means that do not matter are put back only where they fit:
+        metrics may be others now.
+        """
+        for part, variables in self._wanted(weights_only).items():
+            is_needed = is_amid_epoch or part not in PARTS_OF_EPOCH
+            values = saved.variables.get(part, {})
+            if is_needed or find_difference(variables, values) is None:
+                put_back(variables, values)
+        if weights_only:
+            return
+        self._window_parts.state.settle_loss_scale(
+            self._window_parts.loss_scale, was_scaled=saved.scales_loss
+        )
+        self._streams = list(saved.variables.get("streams", {}).values())
+        self._settled_streams = 0
+        self.settle_streams()
+
+    def settle_streams(self) -> None:
+        """Put saved random states back that nobody knew when it was asked."""
+        if self._variables is None:
+            return
+        streams = self._variables.parts["streams"]
+        begun = self._settled_streams
+        pairs = zip(streams[begun:], self._streams[begun:], strict=False)
+        for variable, value in pairs:
+            variable.assign(value)
+        self._settled_streams = len(streams)
+
+    def _wanted(self, weights_only: bool) -> dict[str, list[Variable]]:
+        """List by part what to put back at once.
+
+        Which streams there are shows only as they are drawn from.
+        """
+        wanted = {k: v for k, v in self._parts().items() if k != "streams"}
+        return {"model": wanted["model"]} if weights_only else wanted
+
+    def _parts(self) -> dict[str, list[Variable]]:
+        if self._variables is not None:
+            return self._variables.parts
+        model, optimizer = (
+            self._window_parts.model,
+            self._window_parts.hooks.optimizer,
+        )
+        if not model.built:
+            raise ValueError(errors.NOT_BUILT.format(model=model.name))
+        if not optimizer.built:
+            with self._scope():
+                optimizer.build(model.trainable_variables)
+        parts: dict[str, Any] = {
+            "model": [
+                *model.trainable_variables,
+                *model.non_trainable_variables,
+            ],
+            "optimizer": list(optimizer.variables),
+            "state": self._window_parts.state.variables,
+            "tracked": list(self._window_parts.tracked),
+        }
+        return parts
