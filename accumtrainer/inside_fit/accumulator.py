@@ -195,11 +195,7 @@ class FitAccumulator(Hooks):
         model.make_train_function = self._make_train_function
 
     def start_epoch(self, epoch: int) -> None:
-        """Begin an epoch.
-
-        Args:
-            epoch: its index.
-        """
+        """Begin an epoch, of some index."""
         self._fit_state.leave()
         if self._scaled_by is None:
             self._take_scale()  # not earlier: a callback may have restored it
