@@ -73,8 +73,8 @@ $(TESTS): test-%: $(INSTALLED)
 # held to; this prints which of those it cannot pass, and why.
 ON_KERAS_CORE := $(wildcard $(patsubst %,tests/*/test_%.py, \
 	keras_core exactness exactness_losses exactness_outputs \
-	exactness_optimizers exactness_fit schedules loss_scaling hooks \
-	stock_callbacks))
+	exactness_optimizers exactness_fit schedules loss_scaling bad_windows \
+	hooks hook_state hook_logs hook_order stock_callbacks))
 
 $(KERAS_CORE_TESTS): test-keras_core-%: $(INSTALLED)
 	ACCUMTRAINER_KERAS=keras_core KERAS_BACKEND=$* $(BIN)/python -m pytest \

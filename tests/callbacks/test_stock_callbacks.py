@@ -8,12 +8,10 @@ import threading
 
 import numpy as np
 import pytest
+from stocked import Watch, X, Y, fit, make_model, numbers
 
 from accumtrainer import Accumulation, Trainer
 from accumtrainer.keras_api import keras, ops
-
-X = np.random.default_rng(0).normal(size=(24, 3)).astype("float32")
-Y = (X @ [[1.0], [-2.0], [0.5]]).astype("float32")
 
 # Keras's callbacks read optimizers and weights through NumPy's old protocol.
 pytestmark = [
@@ -22,46 +20,6 @@ pytestmark = [
         "ignore:__array__ implementation doesn't accept:DeprecationWarning"
     ),
 ]
-
-
-def numbers(variable):
-    """Copy a variable's values to the host."""
-    return np.asarray(ops.convert_to_tensor(variable)).copy()
-
-
-def make_model():
-    keras.utils.set_random_seed(0)
-    return keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
-
-
-def fit(*callbacks, optimizer=None, trainer=None, **options):
-    """Train, three updates an epoch of 4 micro-batches of 2."""
-    if trainer is None:
-        trainer = Trainer(
-            make_model(),
-            optimizer=optimizer or keras.optimizers.SGD(0.05),
-            loss="mse",
-            accumulation=4,
-            seed=0,
-        )
-    options = {"batch_size": 2, "verbose": 0, "epochs": 4} | options
-    history = trainer.fit(X, Y, callbacks=list(callbacks), **options)
-    return trainer, history
-
-
-class Watch(keras.callbacks.Callback):
-    """Keeps the weights and the arguments of every hook of training."""
-
-    def __init__(self):
-        super().__init__()
-        self.batches = []
-        self.weights = []
-        self.logs = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.batches.append(batch)
-        self.logs.append(dict(logs))
-        self.weights.append([numbers(v) for v in self.model.variables])
 
 
 def test_batch_of_a_stock_callback_is_one_update():
@@ -426,131 +384,6 @@ def test_orbax_checkpoint_counts_updates_and_saves_the_weights(tmp_path):
         watch.weights[-1], loaded.variables, strict=True
     ):
         np.testing.assert_array_equal(expected, numbers(variable))
-
-
-def test_backup_and_restore_counts_updates_in_save_freq(tmp_path):
-    class Fail(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if batch == 2:
-                raise RuntimeError("power failure")
-
-    watch = Watch()
-    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=2)
-    with pytest.raises(RuntimeError, match="power failure"):
-        fit(watch, backup, Fail(), epochs=1)
-    restored = []
-
-    class Look(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            restored.append([numbers(v) for v in self.model.variables])
-
-    keras.utils.set_random_seed(1)
-    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=2)
-    fit(backup, Look(), epochs=1)
-    for expected, variable in zip(watch.weights[1], restored[0], strict=True):
-        np.testing.assert_array_equal(expected, variable)
-
-
-class FailBeforeThirdEpoch(keras.callbacks.Callback):
-    """Fails when two epochs are finished."""
-
-    def on_epoch_begin(self, epoch, logs=None):
-        if epoch == 2:
-            raise RuntimeError("power failure")
-
-
-class OwnOrder(keras.utils.PyDataset):
-    """The training data in batches of 2."""
-
-    def __len__(self):
-        return 12
-
-    def __getitem__(self, index):
-        return X[2 * index : 2 * index + 2], Y[2 * index : 2 * index + 2]
-
-
-def batches(epochs=1):
-    for _ in range(epochs):
-        yield from (OwnOrder()[index] for index in range(12))
-
-
-@pytest.mark.parametrize("accumulation", [4, Accumulation(micro_batch_size=1)])
-@pytest.mark.parametrize(
-    ("before", "after", "steps"),
-    [
-        pytest.param(lambda: (X, Y), lambda: (X, Y), None, id="arrays"),
-        pytest.param(
-            lambda: (OwnOrder(),), lambda: (OwnOrder(),), None, id="pydataset"
-        ),
-        pytest.param(
-            lambda: (list(batches()),),
-            lambda: (list(batches()),),
-            None,
-            id="list",
-        ),
-        pytest.param(
-            lambda: (batches(4),), lambda: (batches(2),), 12, id="generator"
-        ),
-        pytest.param(
-            lambda: (list(batches()),),
-            lambda: (list(batches()),),
-            12,
-            id="list-by-steps",
-        ),
-    ],
-)
-def test_backup_and_restore_goes_on_where_an_error_stopped(
-    before, after, steps, accumulation, tmp_path
-):
-    def train(data, *callbacks):
-        trainer = Trainer(
-            make_model(),
-            optimizer=keras.optimizers.SGD(0.05),
-            loss="mse",
-            accumulation=accumulation,
-            seed=0,
-        )
-        history = trainer.fit(
-            *data,
-            batch_size=2 if len(data) == 2 else None,
-            steps_per_epoch=steps,
-            epochs=4,
-            verbose=0,
-            callbacks=list(callbacks),
-        )
-        return trainer, history
-
-    def backup():
-        return keras.callbacks.BackupAndRestore(tmp_path / "backup")
-
-    whole, expected = train(before())
-    with pytest.raises(RuntimeError, match="power failure"):
-        train(before(), backup(), FailBeforeThirdEpoch())
-    resumed, history = train(after(), backup())
-    assert history.epoch == [2, 3]
-    assert resumed.progress.epochs == 2
-    np.testing.assert_allclose(
-        history.history["loss"], expected.history["loss"][2:], rtol=1e-5
-    )
-    for one, other in zip(
-        whole.model.variables, resumed.model.variables, strict=True
-    ):
-        np.testing.assert_allclose(numbers(one), numbers(other), rtol=1e-5)
-    # The epoch of the backup is none of a later fit's.
-    _, history = fit(trainer=resumed, epochs=2)
-    assert history.epoch == [0, 1]
-
-
-def test_backup_and_restore_of_a_finished_training_leaves_nothing(tmp_path):
-    def backup():
-        return keras.callbacks.BackupAndRestore(
-            tmp_path, delete_checkpoint=False
-        )
-
-    fit(backup(), epochs=2)
-    trainer, history = fit(backup(), epochs=2)
-    assert history.epoch == []
-    assert trainer.progress.updates == 0
 
 
 def test_stock_callback_sees_slices_of_a_loader_batch_as_one_update():

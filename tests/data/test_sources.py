@@ -1,11 +1,10 @@
 """Claims about where loader batches come from."""
 
-import threading
-import time
 import types
 
 import numpy as np
 import pytest
+from sourced import Rows, Unmeasured, epoch_of
 
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch
@@ -17,51 +16,7 @@ from accumtrainer.data.sources import (
     make_source,
     recognize,
 )
-from accumtrainer.keras_api import BACKEND, keras, ops
-
-
-def epoch_of(source, epoch):
-    """List the first rows of every loader batch of one epoch."""
-    items = source.iterate(epoch)
-    return [source.window([item], None).split()[0].x.tolist() for item in items]
-
-
-class Rows(keras.utils.PyDataset):
-    """Batches `[2i, 2i + 1]`; slower at the start; remembers its epochs."""
-
-    def __init__(self, length, **options):
-        super().__init__(**options)
-        self.length = length
-        self.calls = []
-        self.loading, self.most_loading = 0, 0
-        self.lock = threading.Lock()
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        with self.lock:
-            self.loading += 1
-            self.most_loading = max(self.most_loading, self.loading)
-        time.sleep(0.01 if index < 2 else 0.001)
-        with self.lock:
-            self.loading -= 1
-        return (np.array([2 * index, 2 * index + 1]),)
-
-    def on_epoch_begin(self):
-        self.calls.append("begin")
-
-    def on_epoch_end(self):
-        self.calls.append("end")
-
-
-class EndlessRows(keras.utils.PyDataset):
-    """Batch `[index]` for every index there is."""
-
-    num_batches = None
-
-    def __getitem__(self, index):
-        return (np.array([index]),)
+from accumtrainer.keras_api import BACKEND, ops
 
 
 def test_order_depends_on_seed_and_epoch_alone():
@@ -140,17 +95,6 @@ def test_exactly_as_many_steps_as_there_are_warn_of_nothing():
         rows = [epoch_of(source, epoch) for epoch in range(4)]
         assert [len(epoch) for epoch in rows] == [2, 2, 2, 2]
         assert sorted(rows[0] + rows[1]) == sorted(rows[2] + rows[3])
-
-
-class Unmeasured:
-    """Yields so many batches, by a generator of its own each time."""
-
-    def __init__(self, batches):
-        self.batches = batches
-
-    def __iter__(self):
-        for index in range(self.batches):
-            yield (np.array([index]),)
 
 
 def test_array_epochs_of_some_steps_need_no_history():
@@ -311,50 +255,6 @@ def test_what_yields_no_batches_is_refused(x, error, message):
         make_source(x)
 
 
-def test_sparse_data_are_refused_with_the_remedy():
-    sparse = type("SparseTensor", (), {"__iter__": lambda self: iter(())})()
-    with pytest.raises(TypeError, match="SparseTensor. Make it dense"):
-        make_source(sparse)
-
-
-def sparse_of(library):
-    """Make what a library has of a sparse array `[4, 3]`, and is installed."""
-    dense = np.eye(4, 3, dtype="float32")
-    if library == "scipy":
-        scipy = pytest.importorskip("scipy.sparse")
-        return scipy.csr_matrix(dense)
-    if library == "jax":
-        return pytest.importorskip("jax.experimental.sparse").BCOO.fromdense(
-            dense
-        )
-    tf = pytest.importorskip("tensorflow")
-    if library == "ragged":
-        return tf.RaggedTensor.from_tensor(dense)
-    return tf.sparse.from_dense(dense)
-
-
-@pytest.mark.parametrize("library", ["scipy", "jax", "tensorflow", "ragged"])
-def test_sparse_data_are_refused_wherever_they_are(library):
-    sparse, dense = sparse_of(library), np.zeros([4, 3])
-    for name, arguments in {
-        "x": (sparse, dense),
-        "y": (dense, sparse),
-        "sample_weight": (dense, dense, sparse),
-    }.items():
-        message = f"^{name} must hold dense arrays"
-        with pytest.raises(TypeError, match=message):
-            make_source(*arguments)
-        with pytest.raises(TypeError, match=message):
-            next(make_source(iter([arguments])).iterate(0))
-        with pytest.raises(TypeError, match=message):
-            recognize(*arguments).split(0.5)
-    for nest in (sparse, {"a": sparse}, [dense, sparse]):
-        with pytest.raises(TypeError, match="^x must hold dense arrays"):
-            make_source(nest, dense)
-        with pytest.raises(TypeError, match="^x must hold dense arrays"):
-            make_source(nest)
-
-
 def test_shuffle_batch_keeps_the_samples_of_a_batch_together():
     source = make_source(np.arange(22), batch_size=8, shuffle="batch", seed=3)
     first, second = epoch_of(source, 0), epoch_of(source, 1)
@@ -451,105 +351,6 @@ def test_ragged_tensors_are_refused():
         make_source(ragged)
     with pytest.raises(TypeError, match="RaggedTensor"):
         list(make_source([(ragged,)]).iterate(0))
-
-
-def test_pydataset_is_shuffled_by_seed_and_epoch():
-    source = make_source(Rows(10), seed=2)
-    assert source.batches_per_epoch == 10
-    first, second = epoch_of(source, 0), epoch_of(source, 1)
-    assert (
-        sorted(first)
-        == sorted(second)
-        == epoch_of(make_source(Rows(10), shuffle=False), 0)
-    )
-    assert first != second
-    assert epoch_of(make_source(Rows(10), seed=2), 1) == second
-
-
-@pytest.mark.parametrize("max_queue_size", [1, 3, 10])
-def test_pydataset_workers_keep_the_order_and_the_limit(max_queue_size):
-    plain = epoch_of(make_source(Rows(12)), 0)
-    dataset = Rows(12, workers=4, max_queue_size=max_queue_size)
-    assert epoch_of(make_source(dataset), 0) == plain
-    assert dataset.most_loading <= min(4, max_queue_size)
-
-
-def test_pydataset_workers_stop_when_the_epoch_is_left_early():
-    before = threading.active_count()
-    items = make_source(Rows(50, workers=3)).iterate(0)
-    next(items)
-    items.close()
-    assert threading.active_count() == before
-
-
-def test_pydataset_errors_reach_the_loop_from_threads():
-    class Broken(Rows):
-        def __getitem__(self, index):
-            raise OSError("unreadable")
-
-    with pytest.raises(OSError, match="unreadable"):
-        list(make_source(Broken(3, workers=2)).iterate(0))
-
-
-def test_pydataset_is_told_of_its_epochs():
-    dataset = Rows(2)
-    source = make_source(dataset)
-    epoch_of(source, 0)
-    epoch_of(source, 1)
-    assert dataset.calls == ["begin", "end", "begin", "end"]
-
-
-def test_pydataset_is_told_of_as_many_epochs_where_a_run_goes_on():
-    source = make_source(Rows(3))
-    epoch_of(source, 5)
-    next(source.iterate(6))
-    state, dataset = source.get_state(), Rows(3)
-    again = make_source(dataset)
-    again.go_to(Position(epoch=6, batches=1), state, fast_forward=False)
-    assert dataset.calls == ["begin", "end", "begin"]
-    assert again.get_state() == state
-    list(again.iterate(6, 1))
-    assert dataset.calls == ["begin", "end", "begin", "end"]
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_endless_pydataset_goes_on_over_epochs(workers):
-    source = make_source(EndlessRows(workers=workers), steps=3)
-    assert epoch_of(source, 0) == [[0], [1], [2]]
-    assert epoch_of(source, 1) == [[3], [4], [5]]
-
-
-def test_pydataset_without_length_is_endless():
-    class Unmeasured(keras.utils.PyDataset):
-        def __getitem__(self, index):
-            return (np.array([index]),)
-
-    source = make_source(Unmeasured())
-    assert source.batches_per_epoch is None
-    items = source.iterate(0)
-    assert [next(items).x[0] for _ in range(3)] == [0, 1, 2]
-
-
-def test_pydataset_with_processes_is_refused():
-    with pytest.raises(ValueError, match="Use workers=n"):
-        make_source(Rows(2, workers=2, use_multiprocessing=True))
-
-
-def test_empty_pydataset_is_refused():
-    with pytest.raises(ValueError, match="length 0"):
-        make_source(Rows(0))
-
-
-def test_pydataset_that_empties_itself_is_reported_with_its_epoch():
-    dataset = Rows(1)
-    source = make_source(dataset)
-    epoch_of(source, 0)
-    dataset.length = 0
-    with pytest.raises(errors.DataError, match="none in epoch 1"):
-        epoch_of(source, 1)
-
-
-# --- Shares of several processes. ---
 
 
 def share_of(source, *, is_chief):

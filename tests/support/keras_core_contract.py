@@ -50,19 +50,25 @@ CONTRACT = {
     "test_loss_scaling": (
         "test_small_gradients_survive_float16",
         "test_overflow_of_float16_halves_the_scale_until_windows_are_finite",
-        "test_window_with_a_bad_micro_batch_leaves_everything_unchanged",
-        "test_metrics_forget_a_bad_window",
         "test_scale_grows_after_its_interval_of_updates_up_to_its_ceiling",
         "test_compiled_float16_model_just_works",
         "test_settings_of_a_compiled_loss_scale_optimizer_are_carried_over",
+    ),
+    "test_bad_windows": (
+        "test_window_with_a_bad_micro_batch_leaves_everything_unchanged",
+        "test_metrics_forget_a_bad_window",
     ),
     "test_hooks": (
         "test_step_equals_the_plain_loop_it_stands_for",
         "test_after_apply_keeps_a_moving_average_of_the_weights",
         "test_own_loss_is_the_loss_of_validation_too",
+    ),
+    "test_hook_state": (
         "test_random_numbers_are_the_same_for_the_same_seed",
         "test_skipped_window_undoes_what_hooks_did_to_tracked_state",
-        "test_logged_values_are_reduced_over_the_window",
+    ),
+    "test_hook_logs": ("test_logged_values_are_reduced_over_the_window",),
+    "test_hook_order": (
         "test_hooks_are_traced_and_callbacks_called_in_the_order_written",
     ),
     "test_stock_callbacks": (

@@ -1,7 +1,7 @@
 """Claims about what a skipped window leaves behind: nothing.
 
 What a window writes may depend on what its data are like, and may be more than
-statistics. See also `test_loss_scaling.py`.
+statistics. See also `test_bad_windows.py`.
 """
 
 import numpy as np

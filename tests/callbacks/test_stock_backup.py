@@ -1,0 +1,141 @@
+"""Claims about Keras's `BackupAndRestore`: it goes on after a stop."""
+
+import numpy as np
+import pytest
+from stocked import Watch, X, Y, fit, make_model, numbers
+
+from accumtrainer import Accumulation, Trainer
+from accumtrainer.keras_api import keras
+
+# Keras's callbacks read optimizers and weights through NumPy's old protocol.
+pytestmark = [
+    pytest.mark.usefixtures("without_xla"),
+    pytest.mark.filterwarnings(
+        "ignore:__array__ implementation doesn't accept:DeprecationWarning"
+    ),
+]
+
+
+def test_backup_and_restore_counts_updates_in_save_freq(tmp_path):
+    class Fail(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 2:
+                raise RuntimeError("power failure")
+
+    watch = Watch()
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=2)
+    with pytest.raises(RuntimeError, match="power failure"):
+        fit(watch, backup, Fail(), epochs=1)
+    restored = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            restored.append([numbers(v) for v in self.model.variables])
+
+    keras.utils.set_random_seed(1)
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=2)
+    fit(backup, Look(), epochs=1)
+    for expected, variable in zip(watch.weights[1], restored[0], strict=True):
+        np.testing.assert_array_equal(expected, variable)
+
+
+class FailBeforeThirdEpoch(keras.callbacks.Callback):
+    """Fails when two epochs are finished."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 2:
+            raise RuntimeError("power failure")
+
+
+class OwnOrder(keras.utils.PyDataset):
+    """The training data in batches of 2."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return X[2 * index : 2 * index + 2], Y[2 * index : 2 * index + 2]
+
+
+def batches(epochs=1):
+    for _ in range(epochs):
+        yield from (OwnOrder()[index] for index in range(12))
+
+
+@pytest.mark.parametrize("accumulation", [4, Accumulation(micro_batch_size=1)])
+@pytest.mark.parametrize(
+    ("before", "after", "steps"),
+    [
+        pytest.param(lambda: (X, Y), lambda: (X, Y), None, id="arrays"),
+        pytest.param(
+            lambda: (OwnOrder(),), lambda: (OwnOrder(),), None, id="pydataset"
+        ),
+        pytest.param(
+            lambda: (list(batches()),),
+            lambda: (list(batches()),),
+            None,
+            id="list",
+        ),
+        pytest.param(
+            lambda: (batches(4),), lambda: (batches(2),), 12, id="generator"
+        ),
+        pytest.param(
+            lambda: (list(batches()),),
+            lambda: (list(batches()),),
+            12,
+            id="list-by-steps",
+        ),
+    ],
+)
+def test_backup_and_restore_goes_on_where_an_error_stopped(
+    before, after, steps, accumulation, tmp_path
+):
+    def train(data, *callbacks):
+        trainer = Trainer(
+            make_model(),
+            optimizer=keras.optimizers.SGD(0.05),
+            loss="mse",
+            accumulation=accumulation,
+            seed=0,
+        )
+        history = trainer.fit(
+            *data,
+            batch_size=2 if len(data) == 2 else None,
+            steps_per_epoch=steps,
+            epochs=4,
+            verbose=0,
+            callbacks=list(callbacks),
+        )
+        return trainer, history
+
+    def backup():
+        return keras.callbacks.BackupAndRestore(tmp_path / "backup")
+
+    whole, expected = train(before())
+    with pytest.raises(RuntimeError, match="power failure"):
+        train(before(), backup(), FailBeforeThirdEpoch())
+    resumed, history = train(after(), backup())
+    assert history.epoch == [2, 3]
+    assert resumed.progress.epochs == 2
+    np.testing.assert_allclose(
+        history.history["loss"], expected.history["loss"][2:], rtol=1e-5
+    )
+    for one, other in zip(
+        whole.model.variables, resumed.model.variables, strict=True
+    ):
+        np.testing.assert_allclose(numbers(one), numbers(other), rtol=1e-5)
+    # The epoch of the backup is none of a later fit's.
+    _, history = fit(trainer=resumed, epochs=2)
+    assert history.epoch == [0, 1]
+
+
+def test_backup_and_restore_of_a_finished_training_leaves_nothing(tmp_path):
+    def backup():
+        return keras.callbacks.BackupAndRestore(
+            tmp_path, delete_checkpoint=False
+        )
+
+    fit(backup(), epochs=2)
+    trainer, history = fit(backup(), epochs=2)
+    assert history.epoch == []
+    assert trainer.progress.updates == 0

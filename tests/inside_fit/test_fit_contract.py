@@ -1,0 +1,163 @@
+"""Claims about what Keras's `fit` is relied upon for."""
+
+import numpy as np
+import pytest
+from accumulating import (
+    ORDER,
+    X,
+    Y,
+    assert_same_weights,
+    compiled,
+    leaves_data_unended,
+    make_trainer,
+    mlp,
+)
+from keras_core_gaps import keras_3_only
+
+from accumtrainer import Accumulation, LossScale
+from accumtrainer.callbacks.gradient_accumulation import GradientAccumulation
+from accumtrainer.keras_api import BACKEND, keras
+
+pytestmark = keras_3_only("has a fit of its own kind, which is refused")
+
+
+def test_running_eagerly_gives_the_same():
+    model = mlp(run_eagerly=True, jit_compile=False)
+    model.fit(X[:9], Y[:9], callbacks=[GradientAccumulation(2)], **ORDER)
+    trainer = make_trainer(mlp(), 2)
+    trainer.fit(X[:9], Y[:9], **ORDER)
+    assert_same_weights(model, trainer.model)
+
+
+def test_nothing_is_compiled_again_by_the_next_fit():
+    model, callback = mlp(), GradientAccumulation(3)
+    model.fit(X, Y, callbacks=[callback], **ORDER)
+    traced = []
+    call = model.layers[0].call
+    model.layers[0].call = lambda *args: traced.append(1) or call(*args)
+    model.fit(X, Y, callbacks=[callback], **ORDER)
+    assert not traced
+
+
+# What is relied on of Keras.
+
+
+def test_fit_makes_the_train_function_before_training_begins():
+    calls = []
+
+    class Listening(keras.Model):
+        def make_train_function(self, force=False):
+            calls.append("make_train_function")
+            return super().make_train_function(force)
+
+    x = keras.Input([6])
+    model = compiled(Listening(x, keras.layers.Dense(3)(x)))
+    begin = keras.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: calls.append("on_train_begin")
+    )
+    model.fit(X, Y, epochs=2, callbacks=[begin], **ORDER)
+    assert calls == ["make_train_function", "on_train_begin"]
+    model.train_on_batch(X, Y)
+    assert calls[2:] == ["make_train_function"]
+
+
+@leaves_data_unended
+def test_fit_calls_the_train_function_that_it_finds():
+    model = mlp(steps_per_execution=2)
+    calls = []
+
+    class Replace(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            kept = self.model.train_function
+
+            def train(*arguments):
+                calls.append(arguments)
+                return kept(*arguments)
+
+            self.model.train_function = train
+
+    model.fit(X, Y, callbacks=[Replace()], **ORDER)
+    assert len(calls) == 4
+    if BACKEND == "jax":
+        groups = (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            model.optimizer.variables,
+            model.metrics_variables,
+        )
+        state, _ = calls[0]
+        assert list(map(len, state)) == list(map(len, groups))
+
+
+# On TensorFlow the state stays in the variables, and there is nothing to hand.
+@pytest.mark.skipif(
+    BACKEND != "jax", reason="only on JAX is fit handed the state"
+)
+def test_fit_is_handed_no_lists_whose_items_it_would_look_at():
+    model = mlp()
+    states = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            kept = self.model.train_function
+
+            def train(state, iterator):
+                logs, state = kept(state, iterator)
+                states.append(state)
+                return logs, state
+
+            self.model.train_function = train
+
+    model.fit(X, Y, callbacks=[GradientAccumulation(2), Watch()], **ORDER)
+    groups = (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        model.optimizer.variables,
+        model.metrics_variables,
+    )
+    for state in states:
+        assert not any(isinstance(group, list) for group in state)
+        assert list(map(len, state)) == list(map(len, groups))
+    for kept, variable in zip(states[-1][0], groups[0], strict=True):
+        np.testing.assert_array_equal(kept, variable)
+
+
+@pytest.mark.skipif(
+    BACKEND == "jax",
+    reason="on JAX, fit cannot end an epoch before its first step",
+)
+def test_fit_ends_an_epoch_by_stop_iteration_and_reads_the_metrics():
+    model = mlp()
+
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            def train(*arguments):
+                raise StopIteration
+
+            self.model.train_function = train
+            self.model.metrics[0].update_state(7.0)
+
+    with pytest.warns(UserWarning, match="ran out of data"):
+        history = model.fit(X, Y, callbacks=[Stop()], **ORDER)
+    assert history.epoch == [0]
+
+
+def test_accumulation_takes_the_words_of_the_trainer():
+    model = mlp()
+    callback = GradientAccumulation(2, combine="sum", loss_scale=LossScale())
+    model.fit(X, Y, callbacks=[callback], **ORDER)
+    accumulation = Accumulation(steps=2, combine="sum")
+    trainer = make_trainer(mlp(), accumulation, loss_scale=LossScale())
+    trainer.fit(X, Y, **ORDER)
+    assert_same_weights(model, trainer.model)
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+def test_sparse_data_are_refused_inside_fit_with_the_remedy(
+    steps_per_execution,
+):
+    sparse = pytest.importorskip("scipy.sparse")
+    model = mlp(steps_per_execution=steps_per_execution)
+    callbacks = [GradientAccumulation(2)]
+    with pytest.raises(TypeError, match="x must hold dense.*Make it dense"):
+        model.fit(sparse.csr_matrix(X), Y, callbacks=callbacks, **ORDER)
