@@ -448,7 +448,7 @@ class Trainer(Answers):
                 window = engine.last_window
                 engine.counting.add(window.micro_batches, window.samples)
             finally:
-                engine.publish()
+                engine.write_back()
             interruption.check()
         engine.counting.check_skips()
         return as_keras_returns(

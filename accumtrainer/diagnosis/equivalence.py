@@ -299,7 +299,7 @@ class _Way:
     @contextlib.contextmanager
     def _put_back(self) -> Iterator[list[tuple[Variable, np.ndarray]]]:
         """Put back what is run inside; give pairs of variable and value."""
-        self._backend.publish()
+        self._backend.write_back()
         # Layers may move what is trained, too.
         moved = [
             *self.model.trainable_variables,
@@ -309,14 +309,14 @@ class _Way:
         try:
             yield values
         finally:
-            self._backend.publish()
+            self._backend.write_back()
             for variable, value in values:
                 variable.assign(value)
 
     def _run(self, window: Window) -> list[np.ndarray]:
         _, gradients, _ = self._step.gradients(window)
         gradients = [np.array(ops.convert_to_numpy(g)) for g in gradients]
-        self._backend.publish()
+        self._backend.write_back()
         counter = self._micro_batches
         counter.assign(counter.value + window.micro_batches)
         return gradients

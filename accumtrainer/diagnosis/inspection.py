@@ -206,7 +206,7 @@ class Replay:
         try:
             compiled(list(window.split()), count, before)
         finally:
-            self._backend.publish()
+            self._backend.write_back()
         return findings
 
     def _info(self, position: int, count: Tensor, loss_scale: float) -> Info:

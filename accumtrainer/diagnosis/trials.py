@@ -310,7 +310,7 @@ class _Runner:
                 self._compiled[key](_join(groups), *arguments),
             )
         finally:
-            self._backend.publish()
+            self._backend.write_back()
 
     # What is traced.
 

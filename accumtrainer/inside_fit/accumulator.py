@@ -220,7 +220,7 @@ class FitAccumulator(Hooks):
         if self._waiting:
             self._fit_state.leave()
             self._close_window()
-            self._backend.publish()
+            self._backend.write_back()
 
     def end_epoch(self) -> None:
         """Count an epoch that has run, and stop after too many bad windows."""
@@ -358,7 +358,7 @@ class FitAccumulator(Hooks):
             self._can_stream = self._program.can_stream
             self._check_bare_losses(self._program.survey.losses, batch)
             return
-        self._backend.publish()
+        self._backend.write_back()
         self._build_model(batch)
         warn_of_nothing_to_train(self.model)
         program = WindowProgram(self._parts)
@@ -397,7 +397,7 @@ class FitAccumulator(Hooks):
             return
 
         def find_trials() -> list[LossTrial]:
-            self._backend.publish()
+            self._backend.write_back()
             backend = make_backend(run_eagerly=self.model.run_eagerly)
             trials = Trials(
                 replace(self._parts, backend=backend, loss_scale=None)

@@ -318,7 +318,7 @@ class EvaluationStep:
             is_first: whether the evaluation begins.
         """
         if is_first:
-            self._backend.publish()
+            self._backend.write_back()
             with self._backend.replicas.scope():
                 self._program.build(batch)
             self._program.start()

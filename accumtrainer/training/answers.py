@@ -317,7 +317,7 @@ class Answers(Hooks):
             params={"verbose": verbose, **params},
             add_history=add_history,
             progress_bar=make_progress_bar(verbose if self.is_chief else 0),
-            make_current=self._engine.publish,
+            make_current=self._engine.write_back,
         )
 
 

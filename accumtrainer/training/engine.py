@@ -230,7 +230,7 @@ class Engine:
         def find_trials() -> Any:
             if self.replicas.count > 1:
                 return []
-            self.publish()
+            self.write_back()
             return self._trials().judge_losses(window)
 
         check_bare_losses(self._hooks, losses, find_trials)
@@ -263,7 +263,7 @@ class Engine:
     ) -> Equivalence:
         """Compare a window with the big batch; see the Trainer's method."""
         self.prepare(window, warns=False)
-        self.publish()
+        self.write_back()
         check = EquivalenceCheck(
             self._parts_aside(),
             self._trials(),
@@ -299,7 +299,7 @@ class Engine:
 
     def capture(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Copy what lasts from one window to the next, and the counters."""
-        self.publish()
+        self.write_back()
         return self.lasting.capture(), self.counting.progress.as_dict()
 
     def restore(
@@ -310,7 +310,7 @@ class Engine:
         weights_only: bool = False,
     ) -> None:
         """Put back what a snapshot has; see `LastingState.restore`."""
-        self.publish()
+        self.write_back()
         self.lasting.restore(
             saved, is_amid_epoch=is_amid_epoch, weights_only=weights_only
         )
@@ -322,7 +322,7 @@ class Engine:
 
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch's running means."""
-        self.publish()
+        self.write_back()
         self._in_flight.clear()
         self._program.variables.start_epoch(epoch)
 
@@ -342,9 +342,9 @@ class Engine:
         self.counting.check_skips_if_many()
         return report
 
-    def publish(self) -> None:
+    def write_back(self) -> None:
         """Make the model's variables current, for code that can look."""
-        self._backend.publish()
+        self._backend.write_back()
 
     def waiting_for(self, windows: Iterable[Window]) -> Iterator[Window]:
         """Yield windows, noting for how long each is waited for."""
@@ -386,7 +386,7 @@ class Engine:
                     processes=self.replicas.processes
                 )
             )
-        self.publish()
+        self.write_back()
         loss_scale = 1.0
         before = int(keras.ops.convert_to_numpy(self._state.micro_batches))
         if window is self.last_window:
@@ -425,11 +425,11 @@ class Engine:
     @contextlib.contextmanager
     def metrics_kept(self) -> Iterator[None]:
         """Put the model's metrics back after a validation amid an epoch."""
-        self.publish()
+        self.write_back()
         variables = metric_variables(self._model)
         values = [keras.ops.convert_to_numpy(v) for v in variables]
         yield
-        self.publish()
+        self.write_back()
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
 

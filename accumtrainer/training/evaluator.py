@@ -88,7 +88,7 @@ class Evaluator:
         model = self._model
         model.stop_evaluating = False
         items = items_of_all(source, self._backend.replicas)
-        with dispatcher.testing(), self._published_at_the_end():
+        with dispatcher.testing(), self._written_back_at_the_end():
             for index, item in enumerate(items):
                 dispatcher.call("on_test_batch_begin", index, {})
                 window = self._slice(source, item, rows_per_pass)
@@ -121,7 +121,7 @@ class Evaluator:
                 )
             )
         check_own_evaluation()
-        self._backend.publish()
+        self._backend.write_back()
         evaluation = OwnEvaluation(self._model, dispatcher, rest)
         with dispatcher.testing():
             dispatcher.last_logs = logs = evaluation.run(source)
@@ -145,7 +145,7 @@ class Evaluator:
         model = self._model
         model.stop_predicting = False
         items = items_of_all(source, self._backend.replicas)
-        with dispatcher.predicting(), self._published_at_the_end():
+        with dispatcher.predicting(), self._written_back_at_the_end():
             for index, item in enumerate(items):
                 dispatcher.call("on_predict_batch_begin", index, {})
                 window = self._slice(source, item, rows_per_pass)
@@ -202,12 +202,12 @@ class Evaluator:
         return bool(self._backend.replicas.gather([bool(flag)]).any())
 
     @contextlib.contextmanager
-    def _published_at_the_end(self) -> Iterator[None]:
+    def _written_back_at_the_end(self) -> Iterator[None]:
         """Leave the model current, however a pass over the data ends."""
         try:
             yield
         finally:
-            self._backend.publish()
+            self._backend.write_back()
 
     def _slice(
         self, source: Source, item: Any, rows_per_pass: int | None

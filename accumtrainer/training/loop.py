@@ -103,7 +103,7 @@ class FitLoop:
         self._clock.start(self._start.seconds)
         with self._interruption.deferred(), self._dispatcher.training():
             self._callback_states = CallbackStates(self._dispatcher.callbacks)
-            with self._published_at_the_end(), self._saved_on_errors():
+            with self._written_back_at_the_end(), self._saved_on_errors():
                 upcoming = self._begun_elsewhere() or upcoming
                 if not self._start.is_amid_epoch:
                     self._restore()
@@ -243,12 +243,12 @@ class FitLoop:
             raise
 
     @contextlib.contextmanager
-    def _published_at_the_end(self) -> Iterator[None]:
+    def _written_back_at_the_end(self) -> Iterator[None]:
         """Leave the model current, however training ends."""
         try:
             yield
         finally:
-            self._engine.publish()
+            self._engine.write_back()
 
     def _describe(self, first: Window) -> str:
         return describe(

@@ -146,7 +146,7 @@ class AutoSize:
         if shapes in self._fitted:
             yield _as_it_is
             return
-        self._backend.publish()
+        self._backend.write_back()
         backup = Backup(variables.all_variables)
         try:
             yield _having_run

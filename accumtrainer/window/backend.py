@@ -198,7 +198,7 @@ class WindowBackend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def publish(self) -> None:
+    def write_back(self) -> None:
         """Make the Keras variables current, for host code that can look."""
 
     @abc.abstractmethod

@@ -81,7 +81,7 @@ class WindowVariables:
         ]
         borrowed = unique([*self.borrowed, *survey.find_borrowed(known)])
         # Current first, while the programs know no others.
-        self._backend.publish()
+        self._backend.write_back()
         self.borrowed = borrowed
         streams = survey.find_streams(known)
         self.streams = unique([*self.streams, *streams])
@@ -96,7 +96,7 @@ class WindowVariables:
     def follow(self, survey: Survey) -> None:
         """Turn to micro-batches like those of a survey that was expected."""
         if survey.signature not in self._tallies:
-            self._backend.publish()
+            self._backend.write_back()
             tallies = [
                 Tally(
                     name=name,
@@ -207,7 +207,7 @@ class WindowVariables:
         """
         if len(self.accumulators) == len(self._model.trainable_variables):
             return
-        self._backend.publish()
+        self._backend.write_back()
         self.accumulators = [
             keras.Variable(
                 _filled_with(self._gradients.least(position)),

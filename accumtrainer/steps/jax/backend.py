@@ -2,7 +2,7 @@
 
 Compiled functions take the values of a program's variables as arrays, which
 are held in `programs` in between. The Keras variables are made current by
-`publish`, which whoever lets host code look must call first.
+`write_back`, which whoever lets host code look must call first.
 """
 
 import contextlib
@@ -148,9 +148,9 @@ class JaxBackend(Backend):
     def constant(self, value: np.ndarray) -> Tensor:
         return jax.device_put(value)
 
-    def publish(self) -> None:
+    def write_back(self) -> None:
         if self._active is not None:
-            self._active.publish()
+            self._active.write_back()
             self._active = None
 
     def next_batch(self, iterator: Iterator) -> Nest:
@@ -174,7 +174,7 @@ class JaxBackend(Backend):
         return holder
 
     def let_go(self, holder: Any, ids: set[int]) -> None:
-        holder.publish(without=ids)
+        holder.write_back(without=ids)
         self._active = None
 
     def value_and_grad(
@@ -331,7 +331,7 @@ class JaxBackend(Backend):
 
     def _activate(self, holder: Holder) -> None:
         if self._active is not holder:
-            self.publish()
+            self.write_back()
             self._active = holder
         holder.take()
 

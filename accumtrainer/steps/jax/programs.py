@@ -186,7 +186,7 @@ class Eager:
 
 
 class Holder:
-    """The arrays of one program's variables, while they are not published.
+    """The arrays of one program's variables, until they are written back.
 
     Args:
         program: lists them, see `HasVariables`.
@@ -197,7 +197,7 @@ class Holder:
         self.replicas = replicas
         self._borrowed: set[int] = set()
         self.variables: list[Variable] = []
-        self.arrays: Any = None  # a list, while they are not published
+        self.arrays: Any = None  # a list, until they are written back
 
     def take(self) -> None:
         """Read the arrays afresh if the host could have written."""
@@ -237,7 +237,7 @@ class Holder:
                 self.arrays[position] = arrays[id(variable)]
                 self._borrowed.discard(position)
 
-    def publish(self, without: Collection[int] = ()) -> None:
+    def write_back(self, without: Collection[int] = ()) -> None:
         """Put the arrays into the variables, without a copy.
 
         Args:

@@ -178,7 +178,7 @@ class TensorFlowBackend(Backend):
     def constant(self, value: np.ndarray) -> Tensor:
         return tf.constant(value)
 
-    def publish(self) -> None:
+    def write_back(self) -> None:
         """Make the Keras variables current; here they always are."""
 
     def join_ragged(self, arrays: Sequence[np.ndarray]) -> Tensor:
