@@ -230,7 +230,7 @@ class Replay:
         """Run one micro-batch and list its findings."""
         hooks = self._hooks
         found = _in_batch(batch, position, "")
-        self._state.seat_rng(info.index)
+        self._state.fold_in(info.index)
         with collect_logs(hooks):
             batch = hooks.on_micro_batch(batch, info)
         if hooks.overrides("on_micro_batch") and not found:

@@ -316,7 +316,7 @@ class _Runner:
 
     def _prepare(self) -> Info:
         if any(map(self._hooks.overrides, ("on_micro_batch", "compute_loss"))):
-            self._state.seat_rng(ops.zeros((), "int32"))
+            self._state.fold_in(ops.zeros((), "int32"))
         share = Share.whole(ops.ones((), "int32"))
         return self._passes.info(ops.zeros((), "int32"), share)
 

@@ -105,7 +105,7 @@ class Passes:
         self, batch: Batch, index: Tensor, share: Share, info: Info
     ) -> Batch:
         if self._may_draw:
-            self._state.seat_rng(share.seat(index))
+            self._state.fold_in(share.number_of(index))
         return self._hooks.on_micro_batch(batch, info)
 
     # One micro-batch.

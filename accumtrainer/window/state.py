@@ -123,7 +123,7 @@ class TrainingState:
         if options is None or not was_scaled:
             self.good_windows.assign(0)
 
-    def seat_rng(self, index: Tensor) -> None:
+    def fold_in(self, index: Tensor) -> None:
         """Point the random stream at one micro-batch of this window.
 
         Each micro-batch draws from a stream of its own, so that a pass over

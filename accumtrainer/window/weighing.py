@@ -118,7 +118,7 @@ class Share(NamedTuple):
             micro_batches, micro_batches, weighing=weighing, totals=totals
         )
 
-    def seat(self, index: Any) -> Any:
+    def number_of(self, index: Any) -> Any:
         """Give a micro-batch its number among those of all replicas.
 
         Args:
