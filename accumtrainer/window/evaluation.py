@@ -43,7 +43,7 @@ class EvaluationProgram:
         self._state = parts.state
         self._objective = Objective(parts.hooks)
         self._known: dict[Hashable, Any] = {}
-        self._borrowed: list[Any] = []
+        self._captured: list[Any] = []
         self.kind: Hashable = None
         self.losses: list[WeightedLoss] = []
 
@@ -63,7 +63,7 @@ class EvaluationProgram:
         with book.surveying() as reductions, Scratch(known) as scope:
             self._parts.backend.trace(self._survey, batch)
             idle = idle_metrics(self._model, scope)
-        self._borrowed += scope.others_read.values()
+        self._captured += scope.others_read.values()
         tally = Tally(
             losses=len(self.losses),
             reductions=reductions,
@@ -90,7 +90,7 @@ class EvaluationProgram:
     def all_variables(self) -> list[Any]:
         """Every variable an evaluation reads or changes, each once."""
         tallies = [v for t, *_ in self._known.values() for v in t.variables]
-        return unique([*self._parts.variables, *self._borrowed, *tallies])
+        return unique([*self._parts.variables, *self._captured, *tallies])
 
     def start(self) -> None:
         """Begin an evaluation."""

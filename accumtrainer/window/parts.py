@@ -40,7 +40,7 @@ class WindowParts:
 
     @property
     def variables(self) -> list[Any]:
-        """What a micro-batch may read or move, what it borrows aside."""
+        """What a micro-batch may read or move, what it captures aside."""
         return [
             *self.model.trainable_variables,
             *self.model.non_trainable_variables,

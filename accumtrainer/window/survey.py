@@ -71,7 +71,7 @@ class Survey:
         losses = ((loss.name, loss.is_sum) for loss in self.losses)
         return tuple(losses), tuple(self.reductions.items())
 
-    def find_borrowed(self, known: list[Variable]) -> list[Variable]:
+    def find_captured(self, known: list[Variable]) -> list[Variable]:
         """List what hooks and layers read that is no part of the training.
 
         Args:

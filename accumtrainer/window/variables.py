@@ -30,7 +30,7 @@ class WindowVariables:
         survey: of micro-batches like those to come.
         window: sums of a window of them.
         epoch: sums of the epoch's windows, those that were skipped aside.
-        borrowed: variables that hooks read and nobody moves.
+        captured: variables that hooks read and nobody moves.
         accumulators: variables to which gradients are added from one call to
             the next; see `make_accumulators`.
         streams: random states that are drawn from and belong to nobody.
@@ -57,7 +57,7 @@ class WindowVariables:
         self.accumulators: list[Variable] = []
         self._tallies: dict[Any, list[Tally]] = {}
         self._surveys: dict[Any, Survey] = {}
-        self.borrowed: list[Variable] = []
+        self.captured: list[Variable] = []
         self.streams: list[Variable] = []
         self.moved: list[Variable] = []
         self._kept: list[Variable] = []
@@ -79,10 +79,10 @@ class WindowVariables:
             *self._optimizer.variables,
             *self._of_loss,
         ]
-        borrowed = unique([*self.borrowed, *survey.find_borrowed(known)])
+        captured = unique([*self.captured, *survey.find_captured(known)])
         # Current first, while the programs know no others.
         self._backend.write_back()
-        self.borrowed = borrowed
+        self.captured = captured
         streams = survey.find_streams(known)
         self.streams = unique([*self.streams, *streams])
         self.moved = unique([*self.moved, *survey.moved, *streams])
@@ -127,7 +127,7 @@ class WindowVariables:
 
         What was compiled for less keeps less, and must not run any more.
         """
-        parts = (self.borrowed, self.moved, self.start, self._tallies)
+        parts = (self.captured, self.moved, self.start, self._tallies)
         return sum(map(len, parts))
 
     def _keep(self, variables: Iterable[Variable]) -> None:
@@ -178,7 +178,7 @@ class WindowVariables:
         parts = self.parts | {"means": []}
         lasting = (v for part in parts.values() for v in part)
         epochs = [v for _, e in self._tallies.values() for v in e.variables]
-        return unique([*lasting, *epochs, *self.borrowed, *self.passing])
+        return unique([*lasting, *epochs, *self.captured, *self.passing])
 
     @property
     def moved_by_passes(self) -> list[Variable]:
@@ -196,7 +196,7 @@ class WindowVariables:
         """What micro-batches may read; of the optimizer, its numbers."""
         numbers = [v for v in self._optimizer.variables if not v.shape]
         known = self._parts.variables
-        return [*known, *self._of_loss, *self.borrowed, *numbers]
+        return [*known, *self._of_loss, *self.captured, *numbers]
 
     # Sums of gradients that last from one call to the next.
 
