@@ -114,7 +114,7 @@ class HandedState:
             if self._is_settled:
                 for group in self._state:
                     group.keep()
-            self._backend.let_go(self._holder, set(map(id, self._variables)))
+            self._backend.release(self._holder, set(map(id, self._variables)))
         self._state = self._holder = None
         self._is_settled = False
 

@@ -241,7 +241,7 @@ class Backend(WindowBackend):
     def hold(self, program: HasVariables, arrays: dict[int, Tensor]) -> Any:
         """Take arrays for good, instead of those of a program's variables.
 
-        Asked, like `let_go`, only where `fit_hands_state_over`.
+        Asked, like `release`, only where `fit_hands_state_over`.
 
         Args:
             program: its functions have been compiled here.
@@ -252,7 +252,7 @@ class Backend(WindowBackend):
         """
         raise AssertionError(f"{self.name} keeps state: {program}, {arrays}")
 
-    def let_go(self, holder: Any, ids: set[int]) -> None:
+    def release(self, holder: Any, ids: set[int]) -> None:
         """Make a holder's variables current, but for those with given ids."""
         raise AssertionError(f"{self.name} keeps state: {holder}, {ids}")
 

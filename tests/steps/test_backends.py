@@ -275,7 +275,7 @@ def give_away(program):
 
     holder = Holder(program, make_backend().replicas)
     holder.take()
-    (given,) = holder.give([0])
+    (given,) = holder.donate([0])
     return given.unsafe_buffer_pointer()
 
 

@@ -173,7 +173,7 @@ class JaxBackend(Backend):
         holder.replace(arrays)
         return holder
 
-    def let_go(self, holder: Any, ids: set[int]) -> None:
+    def release(self, holder: Any, ids: set[int]) -> None:
         holder.write_back(without=ids)
         self._active = None
 

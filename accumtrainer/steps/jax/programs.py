@@ -69,7 +69,7 @@ class Compiled:
             program = self._trace(leaves, treedef)
             self._programs[key] = program
         run, changed, kept = program
-        given = holder.give(changed)
+        given = holder.donate(changed)
         read = [holder.arrays[i] for i in kept]
         # That batches of the host move to the device here is meant; it takes
         # a sixth of the time that `device_put` takes.
@@ -195,7 +195,7 @@ class Holder:
     def __init__(self, program: Any, replicas: KnowsDevices):
         self._program = program
         self.replicas = replicas
-        self._borrowed: set[int] = set()
+        self._elsewhere: set[int] = set()
         self.variables: list[Variable] = []
         self.arrays: Any = None  # a list, until they are written back
 
@@ -207,9 +207,9 @@ class Holder:
         if list(map(id, variables)) != list(map(id, self.variables)):
             self.variables = variables
         self.arrays = [self.replicas.copy(_read(v)) for v in variables]
-        self._borrowed = set(range(len(variables)))
+        self._elsewhere = set(range(len(variables)))
 
-    def give(self, positions: Iterable[int]) -> list[Tensor]:
+    def donate(self, positions: Iterable[int]) -> list[Tensor]:
         """Return arrays that whoever receives them may destroy.
 
         Those that programs have returned, or that were given for good, are
@@ -219,11 +219,11 @@ class Holder:
         and to copy all that could have been seen takes two thirds of a small
         update, if a callback looks at each. So it is counted who holds them.
         """
-        if self._borrowed:
-            for position in self._borrowed.intersection(positions):
+        if self._elsewhere:
+            for position in self._elsewhere.intersection(positions):
                 if _holders_of(self.arrays, position) > _holders_of_one_alone():
                     self.arrays[position] = self.arrays[position].copy()
-            self._borrowed.difference_update(positions)
+            self._elsewhere.difference_update(positions)
         return [self.arrays[position] for position in positions]
 
     def replace(self, arrays: dict[int, Tensor]) -> None:
@@ -235,7 +235,7 @@ class Holder:
         for position, variable in enumerate(self.variables):
             if id(variable) in arrays:
                 self.arrays[position] = arrays[id(variable)]
-                self._borrowed.discard(position)
+                self._elsewhere.discard(position)
 
     def write_back(self, without: Collection[int] = ()) -> None:
         """Put the arrays into the variables, without a copy.
