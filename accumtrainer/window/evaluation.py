@@ -19,7 +19,7 @@ from accumtrainer.window.objective import (
     unique,
 )
 from accumtrainer.window.parts import WindowParts
-from accumtrainer.window.state import Scratch, Tally
+from accumtrainer.window.state import RunningSums, Scratch
 from accumtrainer.window.survey import kind_of
 from accumtrainer.window.weighing import where_sum, window_means
 
@@ -53,23 +53,23 @@ class EvaluationProgram:
         self.kind = kind_of(batch)
         if self.kind not in self._known:
             self._known[self.kind] = self._look_at(batch)
-        self._tally, self.losses, self._idle_metrics = self._known[self.kind]
+        self._running, self.losses, self._idle_metrics = self._known[self.kind]
         self._objective.expected = self.losses
 
     def _look_at(
         self, batch: Batch
-    ) -> tuple[Tally, list[WeightedLoss], list[Metric]]:
+    ) -> tuple[RunningSums, list[WeightedLoss], list[Metric]]:
         book, known = context_of(self._hooks).log_book, self._parts.variables
         with book.surveying() as reductions, Scratch(known) as scope:
             self._parts.backend.trace(self._survey, batch)
             idle = idle_metrics(self._model, scope)
         self._captured += scope.others_read.values()
-        tally = Tally(
+        running = RunningSums(
             losses=len(self.losses),
             reductions=reductions,
             name="evaluation",
         )
-        return tally, self.losses, idle
+        return running, self.losses, idle
 
     def build_model(self, batch: Batch) -> None:
         """Create the variables of a model that has none yet."""
@@ -89,12 +89,12 @@ class EvaluationProgram:
     @property
     def all_variables(self) -> list[Any]:
         """Every variable an evaluation reads or changes, each once."""
-        tallies = [v for t, *_ in self._known.values() for v in t.variables]
-        return unique([*self._parts.variables, *self._captured, *tallies])
+        of_sums = [v for t, *_ in self._known.values() for v in t.variables]
+        return unique([*self._parts.variables, *self._captured, *of_sums])
 
     def start(self) -> None:
         """Begin an evaluation."""
-        self._tally.clear()
+        self._running.clear()
         for metric in self._model.metrics:
             metric.reset_state()
 
@@ -118,7 +118,7 @@ class EvaluationProgram:
         is_sum = np.array([loss.is_sum for loss in measured.losses])
         samples = measured.samples
         weights = measured.denominators()
-        self._tally.add(
+        self._running.add(
             Sums(
                 means * where_sum(is_sum, loader_samples, weights),
                 where_sum(is_sum, samples, weights),
@@ -127,7 +127,7 @@ class EvaluationProgram:
                 samples,
             )
         )
-        self._tally.add_logs(logs)
+        self._running.add_logs(logs)
         return total_loss(means, measured.losses, measured.regularization)
 
     def predict_batch(self, batch: Batch) -> Any:
@@ -136,14 +136,14 @@ class EvaluationProgram:
 
     def results(self) -> dict[str, Any]:
         """Read the evaluation so far, tensors by name."""
-        added = self._tally.read()
+        added = self._running.read()
         means = window_means(added.numerators, added.denominators)
         regularization = ops.divide_no_nan(added.regularization, added.weight)
         total = total_loss(means, self.losses, regularization)
         found = results(
             self._model, self.losses, total, means, self._idle_metrics
         )
-        return found | self._tally.values()
+        return found | self._running.values()
 
     def _info(self) -> Info:
         return Info(

@@ -26,7 +26,7 @@ from accumtrainer.window.losses import WeightedLoss
 from accumtrainer.window.numbers import OfMicroBatch, OfPart, Sums
 from accumtrainer.window.objective import Measured, Objective, total_loss
 from accumtrainer.window.parts import WindowParts
-from accumtrainer.window.state import Scratch, Tally
+from accumtrainer.window.state import RunningSums, Scratch
 from accumtrainer.window.weighing import (
     Share,
     Weighing,
@@ -115,7 +115,7 @@ class Passes:
         batch: Batch,
         index: Tensor,
         share: Share,
-        tally: Tally,
+        running: RunningSums,
         ahead: Ahead = None,
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Run one micro-batch.
@@ -124,7 +124,7 @@ class Passes:
             batch: tensors `[m, ...]`.
             index: scalar, its place in the window.
             share: what it belongs to, which says how it counts.
-            tally: of the window; its numbers are added to it.
+            running: of the window; its numbers are added to it.
             ahead: if the window was looked at ahead.
 
         Returns:
@@ -170,7 +170,7 @@ class Passes:
         weight = summary["gradient_weight"]
         with collect_logs(self._hooks) as logs:
             gradients, norm = self._weigh(gradients, weight, share, info)
-        tally.add(
+        running.add(
             Sums(
                 summary["numerators"],
                 summary["denominators"],
@@ -179,7 +179,7 @@ class Passes:
                 summary["samples"],
             )
         )
-        tally.add_logs(logs_before | summary["logs"] | logs)
+        running.add_logs(logs_before | summary["logs"] | logs)
         is_part = share.split is not None
         return self._numbers(summary, norm, is_part=is_part), gradients
 
@@ -318,14 +318,14 @@ class Passes:
             return self._cache.embed(batch, info)
 
     def differentiate(
-        self, joined: Nest, micro_batches: Tensor | int, tally: Tally
+        self, joined: Nest, micro_batches: Tensor | int, running: RunningSums
     ) -> tuple[Nest, Tensor, list[Tensor | None]]:
         """Differentiate the loss of a window by its embeddings.
 
         Args:
             joined: what `embed` has returned, of the whole window.
             micro_batches: scalar, k.
-            tally: of the window, to which what is logged is added.
+            running: of the window, to which what is logged is added.
 
         Returns:
             Triple: the cotangents, like the embeddings; the loss; and what
@@ -337,7 +337,7 @@ class Passes:
         loss, cotangents, gradients, logs = self._cache.differentiate(
             embeddings, batch, info
         )
-        tally.add_logs(logs)
+        running.add_logs(logs)
         if not self.divides_losses:
             # As large as a gradient that counts k times and is divided by k.
             count = ops.cast(micro_batches, "float32")
@@ -350,7 +350,7 @@ class Passes:
         self,
         stacked: Batch,
         share: Share,
-        tally: Tally,
+        running: RunningSums,
         sums: list[Tensor],
         begun: Tensor | int = 0,
         ahead: Ahead = None,
@@ -360,7 +360,7 @@ class Passes:
         Args:
             stacked: tensors `[k, m, ...]`.
             share: what they belong to.
-            tally: of the window.
+            running: of the window.
             sums: what to add to, float32.
             begun: how many have run before.
             ahead: as in `run`, the cotangents stacked.
@@ -381,7 +381,7 @@ class Passes:
                 batch,
                 index + begun,
                 share,
-                tally,
+                running,
                 ahead=(cotangents, loss) if ahead else None,
             )
             used = uses(gradients)

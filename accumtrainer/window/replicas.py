@@ -245,14 +245,14 @@ class SharedWindow:
             which variables it uses.
         """
         is_first = ops.equal(share.replica, 0)
-        tally = self._variables.window
+        running = self._variables.window
         sums, rows, begun = self._passes.gradients.no_sums(), [], 0
         used = []
 
         def run(
             stacked: Batch, begun: Tensor | int, sums: list[Tensor]
         ) -> tuple[Tensor, list[Tensor], Uses]:
-            return self._passes.scan(stacked, share, tally, sums, begun)
+            return self._passes.scan(stacked, share, running, sums, begun)
 
         for stacked in shares.split:
             row, sums, marks = run(stacked, begun, sums)

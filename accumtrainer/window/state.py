@@ -139,7 +139,7 @@ class TrainingState:
         )
 
 
-class Tally:
+class RunningSums:
     """Running sums of losses and logged values, over a window or an epoch.
 
     Args:
@@ -166,7 +166,7 @@ class Tally:
 
     @property
     def merging_rules(self) -> list[tuple[Variable, str]]:
-        """How the sums of several tallies become one; see `Merger`."""
+        """How the sums of several replicas become one; see `Merger`."""
         extremes = {
             key: reduce if reduce in EXTREMES else "sum"
             for key, reduce in self._reductions.items()

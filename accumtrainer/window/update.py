@@ -25,7 +25,7 @@ from accumtrainer.window.objective import (
 )
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.passes import Passes
-from accumtrainer.window.state import Scratch, Tally
+from accumtrainer.window.state import RunningSums, Scratch
 from accumtrainer.window.survey import Survey
 from accumtrainer.window.variables import WindowVariables
 from accumtrainer.window.weighing import (
@@ -303,9 +303,9 @@ class Update:
             found = results(model, losses, loss, means, survey.idle_metrics)
         return found | epoch.values()
 
-    def _epoch_so_far(self, survey: Survey, tally: Tally) -> EpochSums:
+    def _epoch_so_far(self, survey: Survey, running: RunningSums) -> EpochSums:
         """Read what windows with the losses of a survey have added up."""
-        added = tally.read()
+        added = running.read()
         means = window_means(added.numerators, added.denominators)
         means = ops.where(ops.equal(added.samples, 0), float("nan"), means)
         regularization = ops.divide_no_nan(added.regularization, added.weight)

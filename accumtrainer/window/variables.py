@@ -13,7 +13,7 @@ from accumtrainer.window.objective import (
     unique,
 )
 from accumtrainer.window.parts import WindowParts
-from accumtrainer.window.state import Tally
+from accumtrainer.window.state import RunningSums
 from accumtrainer.window.survey import Survey
 
 
@@ -55,7 +55,7 @@ class WindowVariables:
         self._gradients = gradients
         self._looks_ahead = looks_ahead
         self.accumulators: list[Variable] = []
-        self._tallies: dict[Any, list[Tally]] = {}
+        self._running_sums: dict[Any, list[RunningSums]] = {}
         self._surveys: dict[Any, Survey] = {}
         self.captured: list[Variable] = []
         self.streams: list[Variable] = []
@@ -95,29 +95,29 @@ class WindowVariables:
 
     def follow(self, survey: Survey) -> None:
         """Turn to micro-batches like those of a survey that was expected."""
-        if survey.signature not in self._tallies:
+        if survey.signature not in self._running_sums:
             self._backend.write_back()
-            tallies = [
-                Tally(
+            pair = [
+                RunningSums(
                     name=name,
                     losses=len(survey.losses),
                     reductions=survey.reductions,
                 )
                 for name in ("window", "epoch")
             ]
-            for tally in tallies:
-                tally.clear()
-            self._tallies[survey.signature] = tallies
+            for sums in pair:
+                sums.clear()
+            self._running_sums[survey.signature] = pair
         self._surveys[survey.signature] = survey
-        self.window, self.epoch = self._tallies[survey.signature]
+        self.window, self.epoch = self._running_sums[survey.signature]
         self.survey = survey
 
     @property
-    def other_epochs(self) -> list[tuple[Survey, Tally]]:
-        """Pairs of `Survey` and `Tally`: windows with losses unlike these."""
+    def other_epochs(self) -> list[tuple[Survey, RunningSums]]:
+        """`Survey`s and `RunningSums` of windows with losses unlike these."""
         return [
             (self._surveys[signature], epoch)
-            for signature, (_, epoch) in self._tallies.items()
+            for signature, (_, epoch) in self._running_sums.items()
             if epoch is not self.epoch
         ]
 
@@ -127,7 +127,7 @@ class WindowVariables:
 
         What was compiled for less keeps less, and must not run any more.
         """
-        parts = (self.captured, self.moved, self.start, self._tallies)
+        parts = (self.captured, self.moved, self.start, self._running_sums)
         return sum(map(len, parts))
 
     def _keep(self, variables: Iterable[Variable]) -> None:
@@ -168,7 +168,9 @@ class WindowVariables:
 
         The accumulators come last, since they may be made last.
         """
-        windows = [v for w, _ in self._tallies.values() for v in w.variables]
+        windows = [
+            v for w, _ in self._running_sums.values() for v in w.variables
+        ]
         return [*windows, *self.start, *self.accumulators]
 
     @property
@@ -177,7 +179,9 @@ class WindowVariables:
         # In one order, of whichever kind the micro-batches are.
         parts = self.parts | {"means": []}
         lasting = (v for part in parts.values() for v in part)
-        epochs = [v for _, e in self._tallies.values() for v in e.variables]
+        epochs = [
+            v for _, e in self._running_sums.values() for v in e.variables
+        ]
         return unique([*lasting, *epochs, *self.captured, *self.passing])
 
     @property
@@ -264,9 +268,9 @@ class WindowVariables:
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch's running means, and forget a broken-off window."""
         self._state.epoch.assign(epoch)
-        for tallies in self._tallies.values():
-            for tally in tallies:
-                tally.clear()
+        for pair in self._running_sums.values():
+            for sums in pair:
+                sums.clear()
         self.clear_sums()
         for metric in self._model.metrics:
             metric.reset_state()
