@@ -14,7 +14,7 @@ from accumtrainer.steps.plan import Plan
 from accumtrainer.steps.report import Packed, Report, pack
 from accumtrainer.window.evaluation import EvaluationProgram
 from accumtrainer.window.gradients import Uses, join_uses
-from accumtrainer.window.passes import Ahead
+from accumtrainer.window.passes import Cached
 from accumtrainer.window.program import Outcome, WindowProgram
 from accumtrainer.window.replicas import join_parts, share_out
 
@@ -209,13 +209,13 @@ class Step:
             measure = self.function("weights", program.measure_weights)
             self._expect(measure, places, is_even)
             totals = sum(starmap(measure, places))
-        ahead, used = [None] * len(places), []
-        if program.looks_ahead(len(places)):
+        cached, used = [None] * len(places), []
+        if program.caches_gradients(len(places)):
             embed = self.function("embed", program.embed)
             differentiate = self.function(
                 "differentiate", program.differentiate
             )
-            ahead, marks = differentiate(list(starmap(embed, places)), count)
+            cached, marks = differentiate(list(starmap(embed, places)), count)
             used.append(marks)
 
         def run(
@@ -223,17 +223,17 @@ class Step:
             index: Tensor,
             count: Tensor,
             totals: Tensor,
-            ahead: Ahead,
+            cached: Cached,
         ) -> tuple[Tensor, Uses]:
             return program.run_micro_batch(
-                batch, index, count, totals, is_even, ahead
+                batch, index, count, totals, is_even, cached
             )
 
         measures = program.passes.measures_gradients
         function = self.function(("micro_batch", is_even, measures), run)
         calls = [
             (*place, totals, known)
-            for place, known in zip(places, ahead, strict=True)
+            for place, known in zip(places, cached, strict=True)
         ]
         self._expect(function, calls, is_even)
         return function, calls, used

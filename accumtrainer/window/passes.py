@@ -36,8 +36,8 @@ from accumtrainer.window.weighing import (
     where_sum,
 )
 
-Ahead = tuple[Nest, Tensor] | None
-"""What looking ahead tells: cotangents of embeddings, the window's loss."""
+Cached = tuple[Nest, Tensor] | None
+"""What gradient caching keeps: cotangents of embeddings, the window's loss."""
 
 
 class Passes:
@@ -46,7 +46,7 @@ class Passes:
     Attributes:
         objective: measures losses.
         gradients: what is done with lists of gradients.
-        looks_ahead: whether windows of several micro-batches are embedded
+        caches_gradients: whether windows of several micro-batches are embedded
             first.
         measures_gradients: whether to report the norm of each micro-batch's
             gradient too. What has been compiled does not notice a change.
@@ -58,7 +58,7 @@ class Passes:
         self._hooks = hooks
         self._state = parts.state
         self._backend = parts.backend
-        self.looks_ahead = hooks.has_window_loss
+        self.caches_gradients = hooks.has_window_loss
         self._cache = GradientCache(parts)
         self._may_draw = any(map(hooks.overrides, HOOK_NAMES))
         self._may_weigh_losses = not (
@@ -116,7 +116,7 @@ class Passes:
         index: Tensor,
         share: Share,
         running: RunningSums,
-        ahead: Ahead = None,
+        cached: Cached = None,
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Run one micro-batch.
 
@@ -125,7 +125,7 @@ class Passes:
             index: scalar, its place in the window.
             share: what it belongs to, which says how it counts.
             running: of the window; its numbers are added to it.
-            ahead: if the window was looked at ahead.
+            cached: if the window was looked at ahead.
 
         Returns:
             Pair. What is told of it, packed: `OfMicroBatch`, or `OfPart` of
@@ -141,8 +141,8 @@ class Passes:
             batch = self._prepare(batch, index, share, info)
 
         compute_loss = None
-        if ahead is not None:
-            cotangents, loss = ahead
+        if cached is not None:
+            cotangents, loss = cached
 
             def compute_loss(batch: Batch, info: Info) -> WeightedLoss:
                 return self._cache.replay(batch, info, cotangents, loss)
@@ -295,11 +295,11 @@ class Passes:
                 self.objective.check(measured.losses)
         return measured.denominators()
 
-    # Looking ahead, for a loss that couples the examples of a window.
+    # Gradient caching, for a loss that couples the examples of a window.
 
     def dtypes_of_embeddings(self, batch: Batch) -> Nest:
         """Find out as what a micro-batch is embedded, while it is traced."""
-        if not self.looks_ahead:
+        if not self.caches_gradients:
             return None
         with self.layers_in_window(0):
             return self._cache.dtypes(batch, self.info(0, Share.whole(1)))
@@ -353,7 +353,7 @@ class Passes:
         running: RunningSums,
         sums: list[Tensor],
         begun: Tensor | int = 0,
-        ahead: Ahead = None,
+        cached: Cached = None,
     ) -> tuple[Tensor, list[Tensor], Uses]:
         """Run micro-batches, and add up their gradients.
 
@@ -363,13 +363,13 @@ class Passes:
             running: of the window.
             sums: what to add to, float32.
             begun: how many have run before.
-            ahead: as in `run`, the cotangents stacked.
+            cached: as in `run`, the cotangents stacked.
 
         Returns:
             Triple: `[k, n]`, see `run`; the new sums; and what has been added
             to them.
         """
-        cotangents, loss = ahead or (None, None)
+        cotangents, loss = cached or (None, None)
         used: Uses = ()
 
         def body(
@@ -382,7 +382,7 @@ class Passes:
                 index + begun,
                 share,
                 running,
-                ahead=(cotangents, loss) if ahead else None,
+                cached=(cotangents, loss) if cached else None,
             )
             used = uses(gradients)
             return row, self.gradients.add(sums, gradients)

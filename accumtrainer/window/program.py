@@ -14,7 +14,7 @@ In plain Python, the update of a window is
     else:
         forget the window; lower the loss scale
 
-A loss that couples the examples of a window needs to look ahead: see
+A loss that couples the examples of a window needs gradient caching: see
 `accumtrainer.window.gradient_cache`.
 
 `accumtrainer.window.passes` is the body of that loop,
@@ -42,7 +42,7 @@ from accumtrainer.window.gradient_cache import (
 from accumtrainer.window.gradients import Uses, join_uses, uses
 from accumtrainer.window.hooks import context_of
 from accumtrainer.window.parts import WindowParts
-from accumtrainer.window.passes import Ahead, Passes, length
+from accumtrainer.window.passes import Cached, Passes, length
 from accumtrainer.window.replicas import SharedWindow, share_of
 from accumtrainer.window.survey import Survey, kind_of, take_survey
 from accumtrainer.window.update import Update
@@ -110,7 +110,7 @@ class WindowProgram:
             parts,
             self.passes.gradients,
             survey,
-            looks_ahead=self.passes.looks_ahead,
+            caches_gradients=self.passes.caches_gradients,
         )
         self._update = Update(parts, self.passes, self.variables)
         self._shared = SharedWindow(parts, self.passes, self.variables)
@@ -129,10 +129,10 @@ class WindowProgram:
         """What a window that uses all variables returns."""
         return uses(self._parts.model.trainable_variables)
 
-    def looks_ahead(self, micro_batches: Tensor | int) -> bool:
+    def caches_gradients(self, micro_batches: Tensor | int) -> bool:
         """Whether a window of k must be embedded before its first gradient."""
         is_one = isinstance(micro_batches, int) and micro_batches == 1
-        return self.passes.looks_ahead and not is_one
+        return self.passes.caches_gradients and not is_one
 
     def needs_totals(self, is_even: bool) -> bool:
         """Whether `run_micro_batch` wants the window's denominators."""
@@ -168,8 +168,8 @@ class WindowProgram:
         """
         micro_batches = length(stacked)
         weighing = self._weighing(is_even=True)
-        looks_ahead = self.looks_ahead(micro_batches)
-        if self.passes.weighs_losses and not looks_ahead:
+        caches_gradients = self.caches_gradients(micro_batches)
+        if self.passes.weighs_losses and not caches_gradients:
             weighing = weighing.divide_first(micro_batches)
         share = Share.whole(micro_batches, weighing)
         if weighing.needs_totals:
@@ -177,21 +177,21 @@ class WindowProgram:
             share = share._replace(totals=totals)
         self.variables.keep_start()
         sums = self.passes.gradients.no_sums()
-        ahead = None
+        cached = None
         with self.variables.begun_empty():
-            if looks_ahead:
+            if caches_gradients:
                 parts = self.passes.scan_embeddings(
                     stacked, share, self.survey.embedding_dtypes
                 )
                 cotangents, loss, gradients = self._differentiate(
                     join_rows(parts), micro_batches
                 )
-                ahead = split_rows(cotangents, parts[0]), loss
+                cached = split_rows(cotangents, parts[0]), loss
                 sums = self.passes.gradients.add(sums, gradients)
             per_micro_batch, sums, used = self.passes.scan(
-                stacked, share, self.variables.window, sums, ahead=ahead
+                stacked, share, self.variables.window, sums, cached=cached
             )
-            if looks_ahead:
+            if caches_gradients:
                 used = join_uses([used, uses(gradients)])
             report = self._update.apply(
                 ops.cast(micro_batches, "int32"), weighing, list(sums), used
@@ -232,7 +232,7 @@ class WindowProgram:
         micro_batches: Tensor,
         totals: Tensor,
         is_even: bool,
-        ahead: Ahead = None,
+        cached: Cached = None,
     ) -> tuple[Tensor, Uses]:
         """Consume one micro-batch of a window.
 
@@ -242,7 +242,7 @@ class WindowProgram:
             micro_batches: scalar, int32, k.
             totals: `(losses,)`, float32, see `measure_weights`.
             is_even: whether all have this one's shape.
-            ahead: what `differentiate` returns for it, if it was called.
+            cached: what `differentiate` returns for it, if it was called.
 
         Returns:
             Pair: packed numbers, see `Passes.run`, and which variables it
@@ -251,7 +251,7 @@ class WindowProgram:
         self.variables.keep_start(is_first=ops.equal(index, 0))
         share = Share.whole(micro_batches, self._weighing(is_even), totals)
         numbers, gradients = self.passes.run(
-            batch, index, share, self.variables.window, ahead
+            batch, index, share, self.variables.window, cached
         )
         self.variables.accumulate(gradients)
         return numbers, uses(gradients)
@@ -264,13 +264,13 @@ class WindowProgram:
         return self.passes.measure_weights(batch, index, share)
 
     def embed(self, batch: Batch, index: Tensor, micro_batches: Tensor) -> Nest:
-        """Embed one micro-batch, to look ahead; see `Passes.embed`."""
+        """Embed one micro-batch ahead; see `Passes.embed`."""
         self.variables.keep_start(is_first=ops.equal(index, 0))
         return self.passes.embed(batch, index, Share.whole(micro_batches))
 
     def differentiate(
         self, parts: list[Nest], micro_batches: Tensor
-    ) -> tuple[Sequence[Ahead], Uses]:
+    ) -> tuple[Sequence[Cached], Uses]:
         """Differentiate the loss of a window by its embeddings.
 
         Forgets what `embed` has changed, so that embedding again repeats it.
@@ -288,8 +288,8 @@ class WindowProgram:
         )
         self.variables.accumulate(gradients)
         embeddings = [embedding for embedding, _ in parts]
-        ahead = [(c, loss) for c in split(cotangents, embeddings)]
-        return ahead, uses(gradients)
+        cached = [(c, loss) for c in split(cotangents, embeddings)]
+        return cached, uses(gradients)
 
     def _differentiate(
         self, joined: tuple[Nest, Batch], micro_batches: Tensor

@@ -24,7 +24,7 @@ class WindowVariables:
         parts: whose windows they are.
         gradients: what is done with lists of gradients.
         survey: of a first micro-batch.
-        looks_ahead: whether windows may be run through twice.
+        caches_gradients: whether windows may be run through twice.
 
     Attributes:
         survey: of micro-batches like those to come.
@@ -44,7 +44,7 @@ class WindowVariables:
         gradients: Gradients,
         survey: Survey,
         *,
-        looks_ahead: bool,
+        caches_gradients: bool,
     ):
         self._parts = parts
         self._model = parts.model
@@ -53,7 +53,7 @@ class WindowVariables:
         self._backend = parts.backend
         self._of_loss = parts.hooks.variables_of_loss
         self._gradients = gradients
-        self._looks_ahead = looks_ahead
+        self._caches_gradients = caches_gradients
         self.accumulators: list[Variable] = []
         self._running_sums: dict[Any, list[RunningSums]] = {}
         self._surveys: dict[Any, Survey] = {}
@@ -90,7 +90,7 @@ class WindowVariables:
             v
             for v in [*survey.written, *streams]
             # A window that is run through twice draws the same numbers twice.
-            if self._looks_ahead or not is_random_state(v)
+            if self._caches_gradients or not is_random_state(v)
         )
 
     def follow(self, survey: Survey) -> None:
