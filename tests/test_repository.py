@@ -319,6 +319,30 @@ def test_file_has_a_module_docstring(file):
     assert ast.get_docstring(read_tree(file))
 
 
+@each(ALL_FILES)
+def test_file_tells_one_story(file):
+    lines = len(file.read_text().splitlines())
+    reason = ast.get_docstring(read_tree(file)) or ""
+    assert lines <= 500 or "It is long" in reason
+
+
+@each(ALL_FILES)
+def test_functions_fit_on_a_screen(file):
+    tree = read_tree(file)
+    long = {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and lines_of_body(node) > 60
+    }
+    assert not long
+
+
+def lines_of_body(function):
+    """Count the lines of a function below its signature and docstring."""
+    body = function.body[bool(ast.get_docstring(function)) :]
+    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
+
+
 def test_every_folder_of_the_package_is_installed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     folders = {file.parent.relative_to(ROOT) for file in PACKAGE_FILES}

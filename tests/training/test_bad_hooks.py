@@ -16,7 +16,7 @@ from accumtrainer import (
     Trainer,
     WeightedLoss,
 )
-from accumtrainer.keras_api import keras, ops
+from accumtrainer.keras_api import ops
 
 pytestmark = pytest.mark.usefixtures("without_xla")
 
@@ -102,13 +102,3 @@ def test_bare_scalar_loss_of_several_micro_batches_is_refused():
         "Trainer(denominator='samples')",
     )
     assert_same_state(before, state_of(model))
-
-
-def test_carried_data_of_a_trainer_without_trainable_weights_is_refused():
-    model = keras.Sequential([keras.layers.Dense(1, trainable=False)])
-    trainer = Trainer(model, optimizer="sgd", loss="mse")
-    assert_refused(
-        lambda: trainer.fit(X, Y, verbose=0),
-        ValueError,
-        "model must have trainable weights",
-    )

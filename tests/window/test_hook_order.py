@@ -17,8 +17,8 @@ from accumtrainer.keras_api import keras
 pytestmark = pytest.mark.usefixtures("without_xla")
 
 
-def test_hooks_are_traced_and_callbacks_called_in_the_order_written():
-    told = []
+def told_by_its_hooks(told):
+    """Make a Trainer's class that notes when its hooks run."""
 
     class Traced(Trainer):
         def on_micro_batch(self, batch, info):
@@ -40,7 +40,14 @@ def test_hooks_are_traced_and_callbacks_called_in_the_order_written():
         def after_apply(self, info):
             told.append("Trainer.after_apply")
 
-    trainer, _ = make_trainer(Traced, run_eagerly=True, callbacks=[Told(told)])
+    return Traced
+
+
+def test_hooks_are_traced_and_callbacks_called_in_the_order_written():
+    told = []
+    trainer, _ = make_trainer(
+        told_by_its_hooks(told), run_eagerly=True, callbacks=[Told(told)]
+    )
     fit(trainer, X[:10], Y[:10], validation_data=(X[:2], Y[:2]))
     survey = [
         "Trainer.on_micro_batch",

@@ -21,10 +21,7 @@ from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
 from accumtrainer.steps.backend import Backend, HasVariables
 from accumtrainer.steps.memory import Backup
 from accumtrainer.steps.tensorflow.fit import next_batch, next_batches
-from accumtrainer.steps.tensorflow.indices import (
-    indexing,
-    is_outside,
-)
+from accumtrainer.steps.tensorflow.indices import Indices
 from accumtrainer.steps.tensorflow.memory import Peak
 from accumtrainer.steps.tensorflow.programs import (
     XLA_SHAPES,
@@ -72,10 +69,7 @@ class TensorFlowBackend(Backend):
         self._xla_shapes = XlaShapes(
             None if compiles_all_shapes else XLA_SHAPES, _warn_of_many_shapes
         )
-        # Which of the operations that index was given an index outside, by
-        # number from 1, if any was.
-        self._indexing: list[tuple[str, int]] = []
-        self._outside = tf.Variable(0, trainable=False, name="outside")
+        self._indices = Indices()
         # Whether what a replica runs is for XLA.
         self._jit_compile = False
         # Whether what is being traced is for XLA.
@@ -219,7 +213,7 @@ class TensorFlowBackend(Backend):
             total, nest = objective(*tensors)
         gradients = tape.gradient(total, values)
         if self._is_for_xla and not self.has_accelerator():
-            self._look_at_indices(total.graph)
+            self._indices.look_at(total.graph)
         return nest, [
             g
             if g is None or (keeps_rows and g.dtype == tf.float32)
@@ -227,36 +221,13 @@ class TensorFlowBackend(Backend):
             for g in gradients
         ]
 
-    def _look_at_indices(self, graph: Any) -> None:
-        """Note whether indices are outside, for `accepts` and `check`."""
-        found = indexing(graph)
-        if not found:
-            return
-        first = len(self._indexing) + 1
-        self._indexing += [(op.name, size) for op, _, size in found]
-        numbers = [
-            tf.where(is_outside(indices, size), first + position, 0)
-            for position, (_, indices, size) in enumerate(found)
-        ]
-        number = functools.reduce(tf.maximum, numbers)
-        self._outside.assign(tf.maximum(self._outside.read_value(), number))
-
     def accepts(self, is_finite: Tensor) -> Tensor:
-        if not (self._is_for_xla and self._indexing):
-            return is_finite
-        return is_finite & (self._outside.read_value() == 0)
+        return (
+            self._indices.accept(is_finite) if self._is_for_xla else is_finite
+        )
 
     def check(self, was_applied: Callable[[], bool]) -> None:
-        # What is reported is read sooner or later; the variable need not be.
-        if not self._indexing or was_applied():
-            return
-        number = int(self._outside.numpy())
-        if number:
-            self._outside.assign(0)
-            name, size = self._indexing[number - 1]
-            raise errors.DataError(
-                errors.INDEX_OUTSIDE.format(name=name, last=size - 1)
-            )
+        self._indices.check(was_applied)
 
     def add(self, total: Tensor, gradient: Tensor) -> Tensor:
         gradient = _in_float32(gradient)

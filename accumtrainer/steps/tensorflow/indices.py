@@ -4,11 +4,59 @@ Without XLA, TensorFlow on a CPU refuses an id that an embedding has no row for,
 and a label that is no class. XLA takes another row, or makes a loss of NaN.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from accumtrainer import errors
 from accumtrainer.keras_api.types import Tensor
+
+
+class Indices:
+    """Looks for indices outside while a window runs, and tells of them after.
+
+    Of the operations that index, the number of one that was given an index
+    outside is kept on the device, from 1; 0 says that none was.
+    """
+
+    def __init__(self) -> None:
+        self._operations: list[tuple[str, int]] = []
+        self._outside = tf.Variable(0, trainable=False, name="outside")
+
+    def look_at(self, graph: Any) -> None:
+        """Have a graph that is being traced look at its indices."""
+        found = indexing(graph)
+        if not found:
+            return
+        first = len(self._operations) + 1
+        self._operations += [(op.name, size) for op, _, size in found]
+        numbers = [
+            tf.where(is_outside(indices, size), first + position, 0)
+            for position, (_, indices, size) in enumerate(found)
+        ]
+        number = functools.reduce(tf.maximum, numbers)
+        self._outside.assign(tf.maximum(self._outside.read_value(), number))
+
+    def accept(self, is_finite: Tensor) -> Tensor:
+        """Whether to apply a window: it is finite, and no index outside."""
+        if not self._operations:
+            return is_finite
+        return is_finite & (self._outside.read_value() == 0)
+
+    def check(self, was_applied: Callable[[], bool]) -> None:
+        """Refuse a window with an index outside; see `Backend.check`."""
+        # What is reported is read sooner or later; the variable need not be.
+        if not self._operations or was_applied():
+            return
+        number = int(self._outside.numpy())
+        if number:
+            self._outside.assign(0)
+            name, size = self._operations[number - 1]
+            raise errors.DataError(
+                errors.INDEX_OUTSIDE.format(name=name, last=size - 1)
+            )
 
 
 def indexing(graph: Any) -> list[tuple[Any, Tensor, int]]:

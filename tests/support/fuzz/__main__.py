@@ -23,8 +23,8 @@ from fuzz.run import run
 
 FINE = ("same", "untold")
 
-CASES_PER_PROCESS = 100
-"""After so many a new process starts: backends keep what they compiled."""
+CASES_OF_POOL = 100
+"""After so many, new processes start: backends keep what they compiled."""
 
 
 def main():
@@ -61,15 +61,17 @@ def results(options):
         BrokenProcessPool: a case has ended its process; it is among the first
             that were not reported.
     """
-    seeds = range(options.seed, options.seed + options.cases)
-    with concurrent.futures.ProcessPoolExecutor(
-        options.processes,
-        multiprocessing.get_context("spawn"),
-        # What modules hold need not be looked through again.
-        initializer=gc.freeze,
-        max_tasks_per_child=CASES_PER_PROCESS,
-    ) as pool:
-        yield from pool.map(run, seeds)
+    end = options.seed + options.cases
+    # Python 3.11 hangs where a pool itself replaces processes after so many.
+    for start in range(options.seed, end, CASES_OF_POOL * options.processes):
+        stop = min(start + CASES_OF_POOL * options.processes, end)
+        with concurrent.futures.ProcessPoolExecutor(
+            options.processes,
+            multiprocessing.get_context("spawn"),
+            # What modules hold need not be looked through again.
+            initializer=gc.freeze,
+        ) as pool:
+            yield from pool.map(run, range(start, stop))
 
 
 if __name__ == "__main__":

@@ -285,6 +285,8 @@ def outcome_of(model, optimizer, updates, histories):
     ):
         for index, variable in enumerate(variables):
             path = variable.path.split("/", 1)[-1]
+            if path.startswith("variable"):
+                path = "variable"  # Keras numbers those that have no name
             name = f"{kind}:{index} {path}"
             outcome[name] = keras.ops.convert_to_numpy(variable)
     for index, logs in enumerate(updates):
