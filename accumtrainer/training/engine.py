@@ -389,7 +389,7 @@ class Engine:
         self.write_back()
         loss_scale = 1.0
         before = int(keras.ops.convert_to_numpy(self._state.micro_batches))
-        if window is self.last_window:
+        if self.has_report and window is self.last_window:
             loss_scale = self.window_logs["loss_scale"]
             before -= window.micro_batches
         return Replay(self._window_parts).inspect(

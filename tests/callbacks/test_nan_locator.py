@@ -207,6 +207,16 @@ def test_infinity_that_does_no_harm_is_not_blamed():
     assert trainer.inspect().first is None
 
 
+def test_window_can_be_inspected_after_the_state_before_it_was_restored(
+    tmp_path,
+):
+    trainer = make_trainer()
+    trainer.save(tmp_path / "begun")
+    inspect_first(trainer, x=bad(X, 0))
+    trainer.restore(tmp_path / "begun")
+    assert trainer.inspect().first is not None
+
+
 def test_loss_scale_that_is_too_high_is_told_from_an_error():
     keras.config.set_dtype_policy("mixed_float16")
     scale = LossScale(initial=2.0**24)
