@@ -122,10 +122,9 @@ LOGGED_TWICE = (
 WRONG_STRUCTURE = "{hook} must return {rule}. Received: {received}."
 
 UNSUPPORTED_BACKEND = (
-    "Keras must run on a supported backend: tensorflow or jax. Received: "
-    "KERAS_BACKEND={backend!r}. Set KERAS_BACKEND=tensorflow or jax before "
-    "Keras is imported, and install accumtrainer[tensorflow] or "
-    "accumtrainer[jax]."
+    "Keras must run on a supported backend: {supported}. Received: "
+    "KERAS_BACKEND={backend!r}. Set KERAS_BACKEND to one of them before Keras "
+    "is imported, and install accumtrainer[{first}], for example."
 )
 
 UNKNOWN_HOOK = (

@@ -1,1 +1,1 @@
-"""The same engine inside `Model.fit`."""
+"""The same windows inside `Model.fit`."""

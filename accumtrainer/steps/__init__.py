@@ -5,6 +5,7 @@ import it: their own `backend.py` implements that interface.
 """
 
 import importlib.util
+import pkgutil
 from typing import Any
 
 from accumtrainer import errors
@@ -46,7 +47,14 @@ def make_backend(
     """
     module = f"{__name__}.{BACKEND}"
     if importlib.util.find_spec(module) is None:
-        raise ImportError(errors.UNSUPPORTED_BACKEND.format(backend=BACKEND))
+        known = sorted(
+            m.name for m in pkgutil.iter_modules(__path__) if m.ispkg
+        )
+        raise ImportError(
+            errors.UNSUPPORTED_BACKEND.format(
+                supported=" or ".join(known), backend=BACKEND, first=known[0]
+            )
+        )
     chosen = importlib.import_module(f"{module}.backend").THE_BACKEND
     return chosen.of_model(
         model,

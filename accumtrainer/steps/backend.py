@@ -2,9 +2,9 @@
 
 A backend is a folder beside this file, named as Keras names it, whose
 `backend.py` defines a subclass of `Backend` with the name `THE_BACKEND`;
-nothing else needs to know of it. Tensors are the backend's own, variables are
-Keras's, and a *nest* is made of tuples, lists and dicts, with `None` where a
-part is missing.
+nothing else in the package needs to know of it. Tensors are the backend's own,
+variables are Keras's, and a *nest* is made of tuples, lists and dicts, with
+`None` where a part is missing.
 """
 
 import abc

@@ -131,7 +131,7 @@ def test_backend_trains_without_the_other_one(other):
 
 def test_unsupported_backend_is_refused_with_the_supported_ones(monkeypatch):
     monkeypatch.setattr("accumtrainer.steps.BACKEND", "torch")
-    with pytest.raises(ImportError, match=r"tensorflow or jax.*'torch'"):
+    with pytest.raises(ImportError, match=r"jax or tensorflow.*'torch'"):
         make_backend()
 
 
