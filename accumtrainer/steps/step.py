@@ -59,6 +59,7 @@ class Step:
         Raises:
             DataError: see `Backend.check`.
         """
+        self._program.variables.note_kind()
         if self._backend.replicas.count > 1 or self._is_fused(window):
             function, argument, join = self._whole(window)
             packed, rows = function(argument)
@@ -88,6 +89,7 @@ class Step:
             Of the epoch so far, and of nothing else.
         """
         program = self._program
+        program.variables.note_kind()
 
         def run(
             batch: Batch, index: Tensor, count: Tensor
@@ -268,7 +270,7 @@ class Step:
         variables = self._program.variables
         if self._revision != variables.revision:
             self._functions, self._revision = {}, variables.revision
-        key = (self._program.survey.signature, key)
+        key = (self._program.survey.signature, variables.kinds_of_epoch, key)
         if key not in self._functions:
             self._functions[key] = self._backend.compile(
                 function, variables, jit_compile=self._plan.jit_compile

@@ -1,7 +1,7 @@
 """What a window keeps in variables: sums, and what it may have to put back."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 from accumtrainer.keras_api import keras, ops
@@ -57,6 +57,7 @@ class WindowVariables:
         self.accumulators: list[Variable] = []
         self._running_sums: dict[Any, list[RunningSums]] = {}
         self._surveys: dict[Any, Survey] = {}
+        self.kinds_of_epoch: frozenset[Hashable] = frozenset()
         self.captured: list[Variable] = []
         self.streams: list[Variable] = []
         self.moved: list[Variable] = []
@@ -118,8 +119,12 @@ class WindowVariables:
         return [
             (self._surveys[signature], epoch)
             for signature, (_, epoch) in self._running_sums.items()
-            if epoch is not self.epoch
+            if epoch is not self.epoch and signature in self.kinds_of_epoch
         ]
+
+    def note_kind(self) -> None:
+        """Note, before each window, that the epoch has losses like these."""
+        self.kinds_of_epoch |= {self.survey.signature}
 
     @property
     def revision(self) -> int:
@@ -268,6 +273,7 @@ class WindowVariables:
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch's running means, and forget a broken-off window."""
         self._state.epoch.assign(epoch)
+        self.kinds_of_epoch = frozenset()
         for pair in self._running_sums.values():
             for sums in pair:
                 sums.clear()
