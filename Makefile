@@ -3,14 +3,15 @@
 #   make demo     train the digits example
 #   make test     run the tests, once per backend, then what holds with Keras
 #                 Core too, and then the tests that come with Keras for its own
-#                 training and callbacks, through a Trainer: again per backend
+#                 training and callbacks, through a Trainer: again per backend;
+#                 last the examples in docstrings
 #   make test-keras_own-jax  those of Keras alone; what may fail, and why, is in
 #                 tests/keras_own_tests/may_fail.py
 #   make test-python3.12  the same with that Python, and the newest versions of
 #                 everything, in .venv-3.12; make test-pythons with each Python
 #                 from 3.11 to 3.13 that is on the PATH or among pyenv's
 #   make check    what continuous integration expects: format, lint, types,
-#                 tests, doctests
+#                 tests
 #   make bench    compare the speed with Keras's own fit, and more
 #   make bench-quick  three cells, against what was recorded
 #   make bench-peers  compare with Lightning and Accelerate too
@@ -60,7 +61,7 @@ KERAS_OWN_TESTS := $(BACKENDS:%=test-keras_own-%)
 demo: $(INSTALLED)
 	$(BIN)/python examples/digits.py
 
-test: $(TESTS) $(KERAS_CORE_TESTS) $(KERAS_OWN_TESTS)
+test: $(TESTS) $(KERAS_CORE_TESTS) $(KERAS_OWN_TESTS) doctest
 
 # The tests of a file on one worker make what they share once. In the order of
 # their names, the files that take longest are not the last.
@@ -107,7 +108,7 @@ test-pythons:
 		$(MAKE) test-python$$version BACKENDS="$(BACKENDS)" || exit 1; \
 	done
 
-check: lint types test doctest
+check: lint types test
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

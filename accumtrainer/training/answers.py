@@ -237,6 +237,7 @@ class Answers(Hooks):
 
         Example:
             >>> import numpy as np
+            >>> from accumtrainer import Trainer
             >>> model = keras.Sequential([keras.Input([2])])
             >>> model.add(keras.layers.Dense(1))
             >>> trainer = Trainer(model, optimizer="sgd", loss="mse")
@@ -274,6 +275,7 @@ class Answers(Hooks):
 
         Example:
             >>> import numpy as np
+            >>> from accumtrainer import Trainer
             >>> model = keras.Sequential([keras.Input([2])])
             >>> model.add(keras.layers.Dense(1))
             >>> trainer = Trainer(model, optimizer="sgd", loss="mse",

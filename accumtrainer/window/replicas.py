@@ -107,8 +107,6 @@ def join_parts(
         Arrays `(k,)`, float32.
 
     Example:
-        >>> from accumtrainer.window.hooks import context_of
-    from accumtrainer.window.losses import WeightedLoss
         >>> rows = [[4, 4, 0, 4, 1], [6, 2, 0, 2, 1], [5, 1, 0, 1, 1]]
         >>> losses = [WeightedLoss(1.0, denominator=4.0)]
         >>> join_parts(rows, [0, 1, 1], losses).loss.round(2).tolist()
