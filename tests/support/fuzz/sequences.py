@@ -101,7 +101,8 @@ def new_layer(drawer, tensor, which):
         return drawer.layer(text), width
     if which == "normalization":
         return normalization(drawer, tensor), tensor.width
-    if which == "einsum":
+    # A layer that hands no mask on would count the padding.
+    if which == "einsum" and not drawer.is_padded:
         return vectors.einsum(drawer, tensor)
     if which == "small":
         return vectors.small(drawer, tensor)
@@ -110,10 +111,9 @@ def new_layer(drawer, tensor, which):
 
 def normalization(drawer, tensor):
     """Add a normalization; returns how it is called."""
-    texts = [
-        "layers.RMSNormalization()",
-        "layers.BatchNormalization(trainable=False)",
-    ]
+    texts = ["layers.BatchNormalization(trainable=False)"]
+    if not drawer.is_padded:  # This one hands no mask on.
+        texts.append("layers.RMSNormalization()")
     if tensor.width > 2:  # Two normalized numbers are always 1 and -1.
         texts.append("layers.LayerNormalization()")
     return drawer.layer(drawer.draw.choice(texts))

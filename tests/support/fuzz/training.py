@@ -132,7 +132,9 @@ def write_training(draw, plan, drawn, accumulation, weighs_classes):
     """
     is_fit = plan.which == "fit"
     options = draw_options(draw, plan)
-    source, arguments, definition = draw_source(draw, plan, drawn)
+    source, arguments, definition = draw_source(
+        draw, plan, drawn, weighs_classes
+    )
     if weighs_classes:
         arguments += ", class_weight=CLASS_WEIGHT"
     # Keras on JAX reads the weights of losses once, when it compiles.
@@ -198,7 +200,7 @@ def draw_options(draw, plan):
     return draw.choices(ways, shares)[0]
 
 
-def draw_source(draw, plan, drawn):
+def draw_source(draw, plan, drawn, weighs_classes):
     """Draw in which form `fit` is given batches.
 
     Returns:
@@ -210,7 +212,9 @@ def draw_source(draw, plan, drawn):
     if drawn.are_even and plan.which in ("fit", "steps", "slices"):
         ways += ["arrays"] * 3
     way = draw.choice(ways)
-    if way == "generator" and drawn.has_one_epoch:
+    # Keras's own `fit` takes no weights of classes with a generator.
+    may_generate = not (plan.which == "fit" and weighs_classes)
+    if way == "generator" and drawn.has_one_epoch and may_generate:
         return "(batch for batch in batches)", "", ""
     if way == "tf.data" and plan.may_be_dataset:
         return "dataset(batches)", "", templates.DATASET
