@@ -183,7 +183,7 @@ NOT_FINITE = (
 
 INDEX_OUTSIDE = (
     "Ids and labels must be numbers of rows or classes that the model has: "
-    "{name} takes 0 to {last}. Received: others, in the window that was run "
+    "{name} takes {range}. Received: others, in the window that was run "
     "last, of which nothing was applied. Correct the data, or give the "
     "embedding more rows (input_dim) or the output more classes; "
     "fit(check_inputs=True) names the rows of wrong labels."

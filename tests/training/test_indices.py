@@ -16,7 +16,10 @@ pytestmark = pytest.mark.skipif(
     BACKEND != "tensorflow", reason="Keras on JAX refuses no index either"
 )
 
-layers = keras.layers
+if BACKEND == "tensorflow":
+    import tensorflow as tf
+
+layers, ops = keras.layers, keras.ops
 IDS = np.arange(40, dtype="int32").reshape(8, 5) % 10
 LABELS = np.arange(8, dtype="int32") % 3
 
@@ -99,6 +102,110 @@ def test_what_indexes_nothing_is_refused_and_not_trained_on(
 def test_ids_that_the_model_computes_are_looked_at_too():
     with pytest.raises(DataError, match="embedding"):
         by_trainer(make_model(shift=1), IDS, LABELS)
+
+
+class Table(layers.Layer):
+    """Looks ids up in a table of ten rows; the ids come as numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = self.add_weight((10, 4))
+
+    def call(self, ids):
+        return self.look_up(ops.cast(ids, "int32"))
+
+
+class InLoop(Table):
+    def look_up(self, ids):
+        table = tf.convert_to_tensor(self.table)
+        return tf.map_fn(
+            lambda row: tf.gather(table, row),
+            ids,
+            fn_output_signature="float32",
+        )
+
+
+class InBranch(Table):
+    def look_up(self, ids):
+        return ops.cond(
+            ops.sum(ids) > 0,
+            lambda: ops.take(self.table, ids, axis=0),
+            lambda: ops.take(self.table, 0 * ids, axis=0),
+        )
+
+
+class InFunction(Table):
+    def look_up(self, ids):
+        look_up = tf.function(lambda ids: ops.take(self.table, ids, axis=0))
+        return look_up(ids)
+
+
+class OfVariable(Table):
+    def look_up(self, ids):
+        return tf.nn.embedding_lookup(self.table.value, ids)
+
+
+class Several(Table):
+    def look_up(self, ids):
+        table = ops.reshape(self.table, (2, 5, 4))
+        return tf.gather_nd(table, ops.stack([0 * ids, ids - 5], axis=-1))
+
+
+class Segments(Table):
+    def look_up(self, ids):
+        flat = ops.reshape(ids, (-1,))
+        counts = ops.segment_sum(ops.ones_like(flat), flat, num_segments=10)
+        return ops.take(self.table, ids % 10, axis=0) * ops.sum(
+            ops.cast(counts, "float32")
+        )
+
+
+class Cell(Table):
+    state_size = 4
+
+    def call(self, ids, states):
+        ids = ops.cast(ids[:, 0], "int32")
+        state = states[0] + ops.take(self.table, ids, axis=0)
+        return state, [state]
+
+
+@pytest.mark.parametrize("size", [2, 3], ids=["fused", "streamed"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        InLoop,
+        InBranch,
+        InFunction,
+        OfVariable,
+        Several,
+        Segments,
+        lambda: layers.RNN(Cell(), return_sequences=True),
+        lambda: layers.TimeDistributed(layers.Embedding(10, 4)),
+    ],
+    ids=[
+        "loop",
+        "branch",
+        "function",
+        "variable",
+        "several",
+        "segments",
+        "cell",
+        "distributed",
+    ],
+)
+def test_it_does_not_matter_how_the_model_looks_them_up(make, size):
+    ids = keras.Input([5, 1])
+    hidden = layers.Reshape((5, -1))(make()(ids))
+    hidden = layers.GlobalAveragePooling1D()(hidden)
+    model = keras.Model(ids, layers.Dense(3)(hidden))
+    before = model.get_weights()
+    data = changed(IDS, 10)[..., None].astype("float32"), LABELS
+    # What TensorFlow refuses of itself.
+    refusals = DataError, tf.errors.InvalidArgumentError
+    with pytest.raises(refusals):
+        by_trainer(model, *data, micro_batch_size=size)
+    for one, other in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_training_goes_on_with_good_data_after_a_refusal():

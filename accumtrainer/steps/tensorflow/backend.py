@@ -69,8 +69,8 @@ class TensorFlowBackend(Backend):
         self._xla_shapes = XlaShapes(
             None if compiles_all_shapes else XLA_SHAPES, _warn_of_many_shapes
         )
-        self._indices = Indices()
-        # Whether what a replica runs is for XLA.
+        self._indices = Indices(self._xla_shapes.close)
+        # Whether what is being traced, or a replica runs of it, is for XLA.
         self._jit_compile = False
         # Whether what is being traced is for XLA.
         self._is_for_xla = False
@@ -211,9 +211,9 @@ class TensorFlowBackend(Backend):
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(values)
             total, nest = objective(*tensors)
+        if self._jit_compile and not self.has_accelerator():
+            self._indices.look_at(total.graph, can_keep=self._is_for_xla)
         gradients = tape.gradient(total, values)
-        if self._is_for_xla and not self.has_accelerator():
-            self._indices.look_at(total.graph)
         return nest, [
             g
             if g is None or (keeps_rows and g.dtype == tf.float32)

@@ -5,13 +5,68 @@ and a label that is no class. XLA takes another row, or makes a loss of NaN.
 """
 
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from accumtrainer import errors
 from accumtrainer.keras_api.types import Tensor
+
+POSITIONS = {
+    "GatherV2": 1,
+    "GatherNd": 1,
+    "ResourceGather": 1,
+    "ResourceGatherNd": 1,
+    "ScatterNd": 0,
+    "SparseSoftmaxCrossEntropyWithLogits": 1,
+    "TensorScatterAdd": 1,
+    "TensorScatterMax": 1,
+    "TensorScatterMin": 1,
+    "TensorScatterSub": 1,
+    "TensorScatterUpdate": 1,
+    "UnsortedSegmentMax": 1,
+    "UnsortedSegmentMin": 1,
+    "UnsortedSegmentProd": 1,
+    "UnsortedSegmentSum": 1,
+}
+"""The operations that index, and which of their inputs are the indices."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lookup:
+    """An operation that indexes.
+
+    Args:
+        name: of the operation.
+        indices: int, of any shape.
+        size: how many there are to choose from; int, one, or one for each
+            column of the indices. A tensor if nobody knows it yet.
+        takes_negative: whether it leaves negative ones out.
+    """
+
+    name: str
+    indices: Tensor
+    size: np.ndarray | Tensor
+    takes_negative: bool = False
+
+    @property
+    def range(self) -> str:
+        """The indices it takes, in words."""
+        if tf.is_tensor(self.size) or np.ndim(self.size):
+            return "numbers of what it is given"
+        return f"0 to {self.size - 1}"
+
+    def is_outside(self) -> Tensor:
+        """Tell whether any index is of nothing, scalar bool."""
+        size = tf.cast(self.size, self.indices.dtype)
+        is_outside = self.indices >= size
+        if not self.takes_negative:
+            is_outside |= self.indices < 0
+        return tf.reduce_any(is_outside)
 
 
 class Indices:
@@ -19,25 +74,43 @@ class Indices:
 
     Of the operations that index, the number of one that was given an index
     outside is kept on the device, from 1; 0 says that none was.
+
+    Args:
+        leave_xla: function that is called where operations index that cannot
+            be looked at.
     """
 
-    def __init__(self) -> None:
-        self._operations: list[tuple[str, int]] = []
+    def __init__(self, leave_xla: Callable[[], None]) -> None:
+        self._leave_xla = leave_xla
+        # Their names, and in words what they take.
+        self._operations: list[tuple[str, str]] = []
         self._outside = tf.Variable(0, trainable=False, name="outside")
+        # How many operations of a graph have been looked at.
+        self._looked_at: Any = weakref.WeakKeyDictionary()
 
-    def look_at(self, graph: Any) -> None:
-        """Have a graph that is being traced look at its indices."""
-        found = indexing(graph)
-        if not found:
-            return
-        first = len(self._operations) + 1
-        self._operations += [(op.name, size) for op, _, size in found]
-        numbers = [
-            tf.where(is_outside(indices, size), first + position, 0)
-            for position, (_, indices, size) in enumerate(found)
-        ]
-        number = functools.reduce(tf.maximum, numbers)
-        self._outside.assign(tf.maximum(self._outside.read_value(), number))
+    def look_at(self, graph: Any, *, can_keep: bool) -> None:
+        """Have a graph that is being traced look at its indices.
+
+        Args:
+            graph: `tf.Graph`; all of it runs under XLA.
+            can_keep: whether it can write to a variable.
+        """
+        operations = graph.get_operations()[self._looked_at.get(graph, 0) :]
+        found = list(lookups(operations))
+        if calls_indexing(graph, operations) or (found and not can_keep):
+            self._leave_xla()
+        if found and can_keep:
+            first = len(self._operations) + 1
+            self._operations += [
+                (lookup.name, lookup.range) for lookup in found
+            ]
+            numbers = [
+                tf.where(lookup.is_outside(), first + position, 0)
+                for position, lookup in enumerate(found)
+            ]
+            number = functools.reduce(tf.maximum, numbers)
+            self._outside.assign(tf.maximum(self._outside.read_value(), number))
+        self._looked_at[graph] = len(graph.get_operations())
 
     def accept(self, is_finite: Tensor) -> Tensor:
         """Whether to apply a window: it is finite, and no index outside."""
@@ -53,40 +126,85 @@ class Indices:
         number = int(self._outside.numpy())
         if number:
             self._outside.assign(0)
-            name, size = self._operations[number - 1]
+            name, taken = self._operations[number - 1]
             raise errors.DataError(
-                errors.INDEX_OUTSIDE.format(name=name, last=size - 1)
+                errors.INDEX_OUTSIDE.format(name=name, range=taken)
             )
 
 
-def indexing(graph: Any) -> list[tuple[Any, Tensor, int]]:
-    """Find the operations of a graph that look something up by indices.
+def lookups(operations: list[Any]) -> Iterator[Lookup]:
+    """Find operations that look something up by indices.
 
-    Those of functions that the graph calls or loops over are not among them.
+    Those whose indices are constant are not among them.
 
     Args:
-        graph: `tf.Graph`.
-
-    Returns:
-        List of triples: an operation, its indices, and how many there are to
-        choose from, an int.
+        operations: of one graph, without the functions that it calls.
     """
-    found = []
-    for operation in graph.get_operations():
-        if operation.type == "GatherV2":
-            table, indices, axis = operation.inputs
-            axis = tf.get_static_value(axis)
-            size = None if axis is None else table.shape[int(axis)]
-        elif operation.type == "SparseSoftmaxCrossEntropyWithLogits":
-            logits, indices = operation.inputs
-            size = logits.shape[-1]
-        else:
+    for operation in operations:
+        position = POSITIONS.get(operation.type)
+        if position is None:
             continue
-        if size is not None:
-            found.append((operation, indices, size))
-    return found
+        indices = operation.inputs[position]
+        if tf.get_static_value(indices) is None:
+            yield Lookup(
+                name=operation.name,
+                indices=indices,
+                size=_size(operation, indices),
+                takes_negative=operation.type.startswith("UnsortedSegment"),
+            )
 
 
-def is_outside(indices: Tensor, size: int) -> Tensor:
-    """Tell whether any index is none of `0 .. size - 1`, scalar bool."""
-    return tf.reduce_any((indices < 0) | (indices >= size))
+def _size(operation: Any, indices: Tensor) -> np.ndarray | Tensor:
+    """Say how many there are to choose from; see `Lookup`."""
+    kind, inputs = operation.type, operation.inputs
+    if kind.startswith("UnsortedSegment"):
+        return inputs[2]
+    if kind == "SparseSoftmaxCrossEntropyWithLogits":
+        return _shape_of(inputs[0])[-1]
+    if kind == "GatherV2":
+        axis = tf.get_static_value(inputs[2])
+        return _shape_of(inputs[0])[inputs[2] if axis is None else int(axis)]
+    if kind == "ScatterNd":
+        shape = inputs[2]
+    elif kind.startswith("Resource"):
+        shape = tf.raw_ops.VariableShape(input=inputs[0])
+    else:
+        shape = _shape_of(inputs[0])
+    if kind == "ResourceGather":
+        return shape[operation.get_attr("batch_dims")]
+    return shape[: indices.shape[-1]]
+
+
+def _shape_of(tensor: Tensor) -> Any:
+    """Return the shape of a tensor, an array where it is known."""
+    is_known = tensor.shape.is_fully_defined()
+    return np.array(tensor.shape) if is_known else tf.shape(tensor)
+
+
+def calls_indexing(graph: Any, operations: list[Any]) -> bool:
+    """Tell whether operations call functions that look something up.
+
+    What these are given can be looked at only in themselves. Where all
+    indices are constant they look nothing up.
+
+    Args:
+        graph: `tf.Graph`, whose functions are looked through.
+        operations: those of it that count.
+    """
+    if not any(map(_calls, operations)):
+        return False
+    for function in graph.as_graph_def().library.function:
+        constants = {
+            node.name for node in function.node_def if node.op == "Const"
+        }
+        for node in function.node_def:
+            position = POSITIONS.get(node.op)
+            if position is None:
+                continue
+            if node.input[position].split(":")[0] not in constants:
+                return True
+    return False
+
+
+def _calls(operation: Any) -> bool:
+    return any(a.type in ("func", "list(func)") for a in operation.op_def.attr)

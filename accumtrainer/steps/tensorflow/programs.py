@@ -39,6 +39,12 @@ class XlaShapes:
         self._limit = limit
         self._warn = warn
         self._seen: dict[str, list[str]] = {}
+        self._may_close = limit is not None
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Admit nothing more, unless all were to be admitted."""
+        self._is_closed = self._may_close
 
     def admit(self, kind: str, leaves: list[Any]) -> bool:
         """Decide whether XLA compiles a function for what it is given.
@@ -48,8 +54,10 @@ class XlaShapes:
             leaves: list of arrays or tensors.
 
         Returns:
-            The same whenever such shapes come again.
+            The same whenever such shapes come again, until `close`.
         """
+        if self._is_closed:
+            return False
         seen = self._seen.setdefault(kind, [])
         shapes = str([tuple(leaf.shape) for leaf in leaves])
         if shapes in seen:
@@ -147,6 +155,9 @@ class Compiled:
             if program is None:
                 uses_xla = self._uses_xla(leaves, treedef)
                 program = self._trace(leaves, treedef, uses_xla)
+                if uses_xla and not self._uses_xla(leaves, treedef):
+                    # Tracing has shown something that XLA would not tell of.
+                    program = self._trace(leaves, treedef, uses_xla=False)
                 self._programs[key] = program
             return program(*map(self._to_tensor, leaves))
 
