@@ -176,7 +176,7 @@ class Accumulation:
             samples: samples in the data.
             batch_size: samples in one loader batch, whichever of `steps` and
                 `micro_batch_size` is used.
-            epochs: passes over the data.
+            epochs: times through the data.
 
         Returns:
             Number of updates. Batches carried over the last epoch count as

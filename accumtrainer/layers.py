@@ -199,15 +199,15 @@ class AccumulatedBatchNormalization(
         """
         mean, variance = (ops.cast(v, "float32") for v in (mean, variance))
         total = self.window_count.value + count
-        share = ops.divide_no_nan(count, total)
+        fraction = ops.divide_no_nan(count, total)
         before = self.window_mean.value
         step = mean - before
         self.window_variance.assign(
-            self.window_variance.value * (1 - share)
-            + variance * share
-            + ops.square(step) * share * (1 - share)
+            self.window_variance.value * (1 - fraction)
+            + variance * fraction
+            + ops.square(step) * fraction * (1 - fraction)
         )
-        self.window_mean.assign(before * (1 - share) + mean * share)
+        self.window_mean.assign(before * (1 - fraction) + mean * fraction)
         self.window_count.assign(total)
 
     def _moved(self, average: Tensor, value: Tensor) -> Tensor:

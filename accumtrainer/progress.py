@@ -15,7 +15,7 @@ class Progress:
         micro_batches: forward and backward passes in training.
         samples: samples those passes saw.
         skipped_updates: windows forgotten because they were not finite.
-        epochs: passes over the data.
+        epochs: times through the data.
         seconds: time spent training, in seconds.
 
     Example:

@@ -205,10 +205,10 @@ class Trainer(Answers):
         Args:
             x: arrays or nests of them, `keras.utils.PyDataset`, a tf.data
                 dataset, or any iterable of batches. Several processes are
-                given the same arrays; of anything else each yields its share.
+                given the same arrays; of anything else each yields its shard.
             y: targets, where x is arrays.
             batch_size: samples per loader batch, default 32.
-            epochs: passes over the data, default 1, or unlimited with
+            epochs: times through the data, default 1, or unlimited with
                 `max_updates` or `max_seconds`.
             verbose: 0, 1, 2 or `"auto"`.
             callbacks: further callbacks, for this call.

@@ -22,7 +22,7 @@ from accumtrainer.data.source import (
     DEFAULT_BATCH_SIZE,
     Source,
     SourceOptions,
-    part_of_pass,
+    part_of_round,
     permutation,
     require_same,
     require_same_epochs,
@@ -37,7 +37,7 @@ class ArraySource(Source):
 
     A last short batch is kept. With `steps` every epoch has that many batches,
     and the next one goes on where it stopped; where the data end, so does the
-    epoch, with a warning, and the next one begins with a new pass.
+    epoch, with a warning, and the next one begins with a new round.
 
     Args:
         data: every leaf has one row per sample. A single array of weights
@@ -75,10 +75,10 @@ class ArraySource(Source):
     def iterate(self, epoch: int, start: int = 0) -> Iterator[np.ndarray]:
         """Yield the row indices of every loader batch, shape `[<= b]`."""
         steps = self._options.steps
-        pass_index, first, stop = part_of_pass(
+        round_index, first, stop = part_of_round(
             epoch, steps, self._batches, start, self._epochs_before
         )
-        order = self._order(pass_index)
+        order = self._order(round_index)
         for batch in range(first, stop):
             row = batch * self.batch_size
             yield order[row : row + self.batch_size]
@@ -135,13 +135,13 @@ class ArraySource(Source):
     def _gather(self, rows: np.ndarray) -> Batch:
         return map_leaves(lambda leaf: take_rows(leaf, rows), self._data)
 
-    def _order(self, pass_index: int) -> np.ndarray:
+    def _order(self, round_index: int) -> np.ndarray:
         shuffle, seed = self._options.shuffle, self._options.seed
         if not shuffle:
             return np.arange(self._samples, dtype=np.intp)
         if shuffle != "batch":
-            return permutation(self._samples, seed, pass_index)
-        keys = np.random.default_rng((seed, pass_index)).random(self._samples)
+            return permutation(self._samples, seed, round_index)
+        keys = np.random.default_rng((seed, round_index)).random(self._samples)
         batch = np.arange(self._samples) // self.batch_size
         return np.lexsort((keys, batch)).astype(np.intp, copy=False)
 

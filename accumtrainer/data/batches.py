@@ -48,7 +48,7 @@ class Window:
             micro-batches have the same shapes.
         parts: tuple of k `Batch`es otherwise, leaves of shape `[m_i, ...]`.
         sizes: samples in each of the k micro-batches, of all processes.
-        processes: how many processes have a share of the samples, of equal
+        processes: how many processes have a shard of the samples, of equal
             shapes; the arrays hold this one's. 1 where they hold all.
     """
 
@@ -92,14 +92,14 @@ class Window:
             for i in range(self.micro_batches)
         )
 
-    def as_share(self, processes: int) -> "Window":
+    def as_shard(self, processes: int) -> "Window":
         """Say that each of several processes has a window like this one.
 
         Returns:
             `Window` of them all.
 
         Example:
-            >>> window_of_rows(Batch(np.arange(6)), (4, 2)).as_share(2).sizes
+            >>> window_of_rows(Batch(np.arange(6)), (4, 2)).as_shard(2).sizes
             (8, 4)
         """
         sizes = tuple(size * processes for size in self.sizes)
@@ -125,7 +125,7 @@ class Window:
             )
         count = self.processes
         sizes = slice_sizes(self.samples // count, micro_batch_size // count)
-        return window_of_rows(joined, sizes).as_share(count)
+        return window_of_rows(joined, sizes).as_shard(count)
 
 
 def empty_for_device(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -22,7 +22,7 @@ from accumtrainer.data.reading import unpack, weigh_classes
 from accumtrainer.data.source import (
     Source,
     SourceOptions,
-    part_of_pass,
+    part_of_round,
     permutation,
     require_same,
     require_same_epochs,
@@ -156,12 +156,12 @@ class PyDatasetSource(Source):
             return
         if batches == 0:
             return
-        pass_index, first, stop = part_of_pass(
+        round_index, first, stop = part_of_round(
             epoch, self._steps, batches, start, self._epochs_before
         )
         order = np.arange(batches)
         if self._options.shuffle:
-            order = permutation(batches, self._options.seed, pass_index)
+            order = permutation(batches, self._options.seed, round_index)
         yield from order[first:stop].tolist()
 
     def _load(self, indices: Iterator[int]) -> Iterator[Any]:
@@ -245,7 +245,7 @@ class IterableSource(Source):
         """Yield the `Batch`es of one epoch."""
         made = start
         remaining = None if self._steps is None else self._steps - start
-        items = self._pass(epoch) if not start else self._begin(is_new=False)
+        items = self._round(epoch) if not start else self._begin(is_new=False)
         for item in islice(items, remaining):
             batch = self._reader.read(item, epoch, made)
             made += 1
@@ -305,7 +305,7 @@ class IterableSource(Source):
             self._check_same(first, position.first, position)
 
     def _run_through(self, count: int) -> Any:
-        """Take so many items, pass after pass; return the last, or `None`."""
+        """Take so many items, round after round; return the last, or `None`."""
         last = None
         while count:
             items = islice(self._begin(is_new=True), count)
@@ -337,10 +337,10 @@ class IterableSource(Source):
         """Stack batches, or slice the single one."""
         return window_of_batches(items, micro_batch_size)
 
-    def _pass(self, epoch: int) -> Iterator[Any]:
-        """Yield items from the beginning of an epoch to the end of a pass.
+    def _round(self, epoch: int) -> Iterator[Any]:
+        """Yield items from the beginning of an epoch to the end of a round.
 
-        Epochs of some steps go on with the pass that was begun; where nothing
+        Epochs of some steps go on with the round that was begun; where nothing
         is left of it, the next one begins.
         """
         is_new = self._steps is None or epoch == 0

@@ -1,6 +1,6 @@
 """Loaders where several processes train together.
 
-In training every process's loader yields its share of each micro-batch; in
+In training every process's loader yields its shard of each micro-batch; in
 evaluation all yield the same. A process that could not go on while others did
 would leave them waiting for ever. So before a window runs, or a batch is
 evaluated, the processes tell each other what they have; where that does not
@@ -48,10 +48,10 @@ class Processes(Protocol):
         """Let all know some numbers of all, `[processes, n]`, float32."""
 
 
-class ShareSource(Source):
-    """Loader batches of one process, its share of those of all processes.
+class ShardSource(Source):
+    """Loader batches of one process, its shard of those of all processes.
 
-    Every share has as many batches, of the same shapes. Where a run goes on,
+    Every shard has as many batches, of the same shapes. Where a run goes on,
     each loader goes to its place by the number of batches; that they come in
     the same order is known of the chief's alone.
 
@@ -104,7 +104,7 @@ class ShareSource(Source):
         """Have the loader of each process go to its place."""
         if position.carried:
             raise errors.DataError(
-                errors.CARRIED_SHARE.format(epoch=position.epoch)
+                errors.CARRIED_SHARD.format(epoch=position.epoch)
             )
         if not self._is_chief:
             # The fingerprints are those of the chief's batches.
@@ -132,28 +132,28 @@ class ShareSource(Source):
         for size in window.sizes:
             if size % self._devices:
                 raise errors.DataError(
-                    errors.UNDIVIDED_SHARE.format(
+                    errors.UNDIVIDED_SHARD.format(
                         devices=self._devices,
                         size=size,
                         batch=self._taken,
                         epoch=self._epoch,
                     )
                 )
-        return window.as_share(self.processes)
+        return window.as_shard(self.processes)
 
     def _agree(self, micro_batches: int, samples: int, digest: str) -> None:
         self._agreement.require(
             micro_batches,
             samples,
             digest,
-            lambda received: errors.UNEQUAL_SHARES.format(
+            lambda received: errors.UNEQUAL_SHARDS.format(
                 received=received, batch=self._taken, epoch=self._epoch
             ),
         )
 
 
 def check_processes(source: Source, state: dict[str, Any]) -> None:
-    """Refuse to go on with shares of another size than a saved run had.
+    """Refuse to go on with shards of another size than a saved run had.
 
     Args:
         source: the training data.

@@ -26,14 +26,14 @@ class SourceOptions:
     Args:
         batch_size: samples in a loader batch, with arrays only. `None` means
             32 or, with `steps`, the data divided by them.
-        shuffle: whether every pass has an order of its own; with arrays
+        shuffle: whether every round has an order of its own; with arrays
             `"batch"` for one within every batch, whose samples stay together.
             What can only be iterated comes in its own order.
-        seed: whole number of at least 0. The order of a pass depends only on
-            it and on the index of the pass.
+        seed: whole number of at least 0. The order of a round depends only on
+            it and on the index of the round.
         class_weight: by class.
         steps: loader batches in an epoch (`steps_per_epoch`); `None` for one
-            pass over the data.
+            round over the data.
         epochs_before: epochs before epoch 0, whose orders do not come again.
     """
 
@@ -50,7 +50,7 @@ class SourceOptions:
             require_count(
                 "steps_per_epoch",
                 self.steps,
-                "Leave it out for one pass per epoch.",
+                "Leave it out for one round of the data per epoch.",
             )
 
     def check_order(self) -> None:
@@ -84,7 +84,7 @@ class Source(abc.ABC):
         is_endless: whether an epoch is known never to end.
         orders_epochs: whether any epoch can be begun at any time, each with an
             order of its own.
-        processes: how many processes have a share each of the batches; 1
+        processes: how many processes have a shard each of the batches; 1
             where all are given the same.
     """
 
@@ -207,41 +207,41 @@ def _take(source: Source, position: Position) -> Iterator[Any]:
         yield item
 
 
-def part_of_pass(
+def part_of_round(
     epoch: int,
     steps: int | None,
     batches: int,
     skipped: int,
     epochs_before: int,
 ) -> tuple[int, int, int]:
-    """Find out which part of which pass over the data an epoch is.
+    """Find out which part of which round over the data an epoch is.
 
-    Without `steps` an epoch is one pass. With it, a pass is cut into epochs of
-    `steps` batches, of which the last takes what is left; so does the only
+    Without `steps` an epoch is one round. With it, a round is cut into epochs
+    of `steps` batches, of which the last takes what is left; so does the only
     one where `steps` is more than there are. As in Keras, no epoch goes on
-    with the next pass.
+    with the next round.
 
     Args:
         epoch: index of the epoch.
         steps: loader batches in an epoch.
-        batches: loader batches in a pass.
+        batches: loader batches in a round.
         skipped: first batches of the epoch to leave out.
-        epochs_before: epochs before epoch 0, whose passes are counted too.
+        epochs_before: epochs before epoch 0, whose rounds are counted too.
 
     Returns:
-        `(pass_index, start, stop)`.
+        `(round_index, start, stop)`.
 
     Example:
-        >>> [part_of_pass(epoch, 3, 5, 0, 0) for epoch in range(3)]
+        >>> [part_of_round(epoch, 3, 5, 0, 0) for epoch in range(3)]
         [(0, 0, 3), (0, 3, 5), (1, 0, 3)]
     """
     if steps is None:
         return epochs_before + epoch, skipped, batches
-    epochs_per_pass = math.ceil(batches / steps)
-    index, part = divmod(epoch, epochs_per_pass)
+    epochs_per_round = math.ceil(batches / steps)
+    index, part = divmod(epoch, epochs_per_round)
     start, stop = part * steps, min(batches, (part + 1) * steps)
-    passes_before = math.ceil(epochs_before / epochs_per_pass)
-    return passes_before + index, min(stop, start + skipped), stop
+    rounds_before = math.ceil(epochs_before / epochs_per_round)
+    return rounds_before + index, min(stop, start + skipped), stop
 
 
 def warn_of_the_end(batches: int, steps: int | None) -> None:
@@ -252,9 +252,9 @@ def warn_of_the_end(batches: int, steps: int | None) -> None:
         )
 
 
-def permutation(size: int, seed: int, pass_index: int) -> np.ndarray:
-    """Return the order of one pass, which depends on nothing else."""
-    order = np.random.default_rng((seed, pass_index)).permutation(size)
+def permutation(size: int, seed: int, round_index: int) -> np.ndarray:
+    """Return the order of one round, which depends on nothing else."""
+    order = np.random.default_rng((seed, round_index)).permutation(size)
     return order.astype(np.intp, copy=False)
 
 
@@ -299,7 +299,7 @@ def require_same_epochs(
     """Refuse epochs of some steps that would begin elsewhere in the data.
 
     See `require_same`; nothing has to be the same at the very beginning, nor
-    where epochs are passes over the data.
+    where epochs are rounds over the data.
     """
     is_begun = position.epoch or position.is_amid_epoch
     if is_begun and (before.get("has_steps") or now["has_steps"]):

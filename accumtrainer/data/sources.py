@@ -25,7 +25,7 @@ from accumtrainer.data.batches import (
 )
 from accumtrainer.data.loaders import IterableSource, PyDatasetSource
 from accumtrainer.data.position import Position
-from accumtrainer.data.processes import Processes, ShareSource
+from accumtrainer.data.processes import Processes, ShardSource
 from accumtrainer.data.reading import as_arrays, refuse_sparse
 from accumtrainer.data.source import Source, SourceOptions, check_ends
 from accumtrainer.keras_api import keras, refuse_other_keras
@@ -238,7 +238,7 @@ def make_training_source(
     Args:
         data: what `recognize` has found.
         options: how batches are taken.
-        processes: knows those that train together; loaders yield their share
+        processes: knows those that train together; loaders yield their shard
             in each.
         first: how many batches to keep and take again and again, `None` for
             all there are.
@@ -253,7 +253,7 @@ def make_training_source(
     elif must_end:
         check_ends(source, "steps_per_epoch", ", or max_updates")
     if processes.processes > 1 and isinstance(data, Loader):
-        source = ShareSource(source, processes)
+        source = ShardSource(source, processes)
     return source
 
 

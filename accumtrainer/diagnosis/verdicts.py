@@ -43,9 +43,9 @@ FAILS_FROM = {"float32": 2e-5, "half": 2e-2}
 # The same of values on batches of different sizes, which compilers may round
 # otherwise, and random layers do otherwise altogether.
 SIZES_AGREE_WITHIN = {"float32": 1e-4, "half": 5e-2, "random": 0.3}
-# How far shares that three parts of a batch show, two by two, may disagree.
-SHARES_AGREE_WITHIN = 0.02
-# The same of one share with two models.
+# How far ratios that three parts of a batch show, two by two, may disagree.
+RATIOS_AGREE_WITHIN = 0.02
+# The same of one ratio with two models.
 WEIGHTS_AGREE_WITHIN = 1e-3
 # Of values that differ less, relative to the largest, nothing can be said.
 LEAST_SPREAD = 1e-6
@@ -101,18 +101,20 @@ def _judge(values: LossValues, is_sum: bool, kind: str) -> LossTrial:
     if kind == "float32":
         if sums_up:
             return LossTrial(verdict="sum")
-        shares = _shares(values.means)
-        if shares is not None:
+        ratios = _ratios(values.means)
+        if ratios is not None:
             stated = {
                 (i, j): _ratio(values.counts[i,], values.counts[j,])
-                for i, j in shares
+                for i, j in ratios
             }
             if not all(
-                abs(stated[pair] / shares[pair] - 1) < SHARES_AGREE_WITHIN
-                for pair in shares
+                abs(stated[pair] / ratios[pair] - 1) < RATIOS_AGREE_WITHIN
+                for pair in ratios
             ):
                 return LossTrial(
-                    verdict="other", shown=shares[0, 1], stated=stated[0, 1]
+                    verdict="other",
+                    shown=ratios[0, 1],
+                    stated=stated[0, 1],
                 )
     if coupling <= FAILS_FROM["half" if kind == "half" else "float32"]:
         return LossTrial(verdict="unknown")
@@ -135,11 +137,11 @@ def judge_loss(
         return other if other.verdict in ("couples", "mixes") else trial
     if trial.verdict == "other":
         # A Dice loss is a mean by what is predicted; its gradient is none.
-        shares = _shares(elsewhere.means)
+        ratios = _ratios(elsewhere.means)
         is_same = (
-            shares is not None
+            ratios is not None
             and trial.shown is not None
-            and (abs(shares[0, 1] / trial.shown - 1) < WEIGHTS_AGREE_WITHIN)
+            and (abs(ratios[0, 1] / trial.shown - 1) < WEIGHTS_AGREE_WITHIN)
         )
         return trial if is_same else replace(trial, verdict="couples")
     return trial
@@ -164,27 +166,27 @@ def _adds_up(values: Values, within: float) -> bool:
     )
 
 
-def _shares(
+def _ratios(
     means: Values,
 ) -> dict[tuple[int, int], float] | None:
     """Say how much groups count beside each other, where a loss is some mean.
 
     A mean over samples (or tokens, or weights) has on two parts together a
-    value between its two, nearer to the one that counts more; and the shares
+    value between its two, nearer to the one that counts more; and the ratios
     that three parts show two by two fit together.
 
     Returns:
         Dict from pairs of groups to how much the first counts, the second
         counting 1; or `None` where it is no mean.
     """
-    shares = {
+    ratios = {
         (i, j): _ratio(means[j,] - means[i, j], means[i, j] - means[i,])
         for i, j in ((0, 1), (2, 1), (0, 2))
     }
-    fitting = _ratio(shares[0, 2] * shares[2, 1], shares[0, 1])
-    is_mean = min(shares.values()) > 0
-    fits = abs(fitting - 1) < SHARES_AGREE_WITHIN
-    return shares if is_mean and fits else None
+    fitting = _ratio(ratios[0, 2] * ratios[2, 1], ratios[0, 1])
+    is_mean = min(ratios.values()) > 0
+    fits = abs(fitting - 1) < RATIOS_AGREE_WITHIN
+    return ratios if is_mean and fits else None
 
 
 def _ratio(one: float, other: float) -> float:

@@ -1,13 +1,13 @@
-"""What is said of data: arrays, loaders, and shares of processes."""
+"""What is said of data: arrays, loaders, and shards of processes."""
 
-UNEQUAL_SHARES = (
+UNEQUAL_SHARDS = (
     "Loaders of several processes must yield as many batches in each, of the "
     "same shapes and types. Received: {received}, after batch {batch} of epoch "
     "{epoch}. Pad or leave out what is left over (drop_remainder=True), or "
     "give steps_per_epoch, for which loaders begin again."
 )
 
-UNDIVIDED_SHARE = (
+UNDIVIDED_SHARD = (
     "Each process's part of a micro-batch must divide evenly among its "
     "{devices} devices, where it has a loader of its own. Received: {size} "
     "samples, at batch {batch} of epoch {epoch}. Yield batches of a multiple "
@@ -23,21 +23,21 @@ FAILED_ELSEWHERE = (
 
 OTHER_EVALUATION = (
     "A loader of data to evaluate must yield the same in every process, not a "
-    "share. Received: {received}, at batch {batch}. Give every process all of "
+    "shard. Received: {received}, at batch {batch}. Give every process all of "
     "the data, in the same order."
 )
 
 OTHER_PROCESSES = (
-    "Loaders must go on in as many processes as before, which have a share "
+    "Loaders must go on in as many processes as before, which have a shard "
     "each. Received: data shared out among {now}, and among {before} when the "
     "run was saved. Start {before}, or begin an epoch after "
     "trainer.restore(path)."
 )
 
-CARRIED_SHARE = (
-    "A run whose loaders yield shares cannot go on amid a tail that is "
+CARRIED_SHARD = (
+    "A run whose loaders yield shards cannot go on amid a tail that is "
     "carried on. Received: a checkpoint made while one was carried into epoch "
-    "{epoch}, which holds the chief's share alone. Go on from a checkpoint "
+    "{epoch}, which holds the chief's shard alone. Go on from a checkpoint "
     "made later in that epoch, or train with tail='flush' or 'drop'."
 )
 

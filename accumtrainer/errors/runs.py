@@ -2,7 +2,7 @@
 
 REPLICA_OF_PROCESSES = (
     "x must be arrays where one replica of the model is in several processes, "
-    "the same ones in each. Received: a loader, which yields a share for each "
+    "the same ones in each. Received: a loader, which yields a shard for each "
     "process. Give arrays, memory-mapped ones (numpy.memmap) if they are "
     "large, or a mesh that splits batches by process before anything else."
 )

@@ -69,7 +69,7 @@ class Answers(Hooks):
     def last_window(self) -> Window | None:
         """The `Window` that was run last, on the host; `None` before one.
 
-        Where processes have a share of it each, its arrays are this one's.
+        Where processes have a shard of it each, its arrays are this one's.
         """
         return self._engine.last_window
 

@@ -203,7 +203,7 @@ class Evaluator:
 
     @contextlib.contextmanager
     def _written_back_at_the_end(self) -> Iterator[None]:
-        """Leave the model current, however a pass over the data ends."""
+        """Leave the model current, however a round of the data ends."""
         try:
             yield
         finally:

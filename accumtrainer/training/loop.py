@@ -196,8 +196,8 @@ class FitLoop:
         )
 
     def _check(self, window: Window, checks: Any, index: int) -> None:
-        """Refuse a window that is wrong, or whose other shares are."""
-        # Shares have the same sizes; numbers can be wrong in one alone.
+        """Refuse a window that is wrong, or whose other shards are."""
+        # Shards have the same sizes; numbers can be wrong in one alone.
         is_alone = not self._options.check_inputs
         with contextlib.nullcontext() if is_alone else self._source.together():
             checks.check(window, epoch=self._position.epoch, index=index)

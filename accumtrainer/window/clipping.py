@@ -159,8 +159,8 @@ def finite_norm(
         is_finite = ops.all(ops.stack(finite))
         sizes = [ops.max(ops.abs(gradient)) for gradient in gradients]
         largest = ops.max(ops.stack(sizes))
-        shares = [ops.divide_no_nan(g, largest) for g in gradients]
-        again = largest * global_norm(shares)
+        scaled = [ops.divide_no_nan(g, largest) for g in gradients]
+        again = largest * global_norm(scaled)
         return [ops.where(is_finite, again, norm), is_finite]
 
     is_finite = ops.isfinite(norm)

@@ -9,7 +9,7 @@ from sourced import Rows, Unmeasured, epoch_of
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch
 from accumtrainer.data.position import Position
-from accumtrainer.data.processes import ShareSource
+from accumtrainer.data.processes import ShardSource
 from accumtrainer.data.sources import (
     ArraySource,
     IterableSource,
@@ -361,7 +361,7 @@ def share_of(source, *, is_chief):
         is_chief=is_chief,
         gather=lambda numbers: np.array([numbers, numbers]),
     )
-    return ShareSource(source, engine)
+    return ShardSource(source, engine)
 
 
 def test_share_counts_the_samples_of_all_processes():

@@ -208,7 +208,7 @@ def test_rows_are_split_evenly_or_copied(sizes, replicas, split, copied):
 
 
 def test_process_shares_out_its_share_among_its_own_replicas():
-    window = window_of_rows(Batch(np.arange(10)), (4, 4, 2)).as_share(3)
+    window = window_of_rows(Batch(np.arange(10)), (4, 4, 2)).as_shard(3)
     shares, indices = share_out(window, 6)
     assert [batch.x.shape for batch in shares.split] == [(2, 4), (1, 2)]
     assert not shares.copied
