@@ -114,7 +114,9 @@ class Trainer(Answers):
         compilation = settle_compilation(model, optimizer, loss_scale, given)
         self.optimizer = compilation.optimizer
         self.loss_scale = compilation.loss_scale
-        self.seed = check_devices(self, seed, run_eagerly=run_eagerly)
+        self.seed = check_devices(
+            self, self.accumulation, seed, run_eagerly=run_eagerly
+        )
         self._callbacks = checked_callbacks(callbacks)
         self._context = HookContext.of(
             model, compilation.arguments, denominator
@@ -128,6 +130,7 @@ class Trainer(Answers):
         self._engine = Engine(
             self,
             self._state,
+            accumulation=self.accumulation,
             tracked=self._tracked,
             jit_compile=jit_compile,
             run_eagerly=run_eagerly,

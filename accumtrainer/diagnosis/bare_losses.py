@@ -10,12 +10,13 @@ from typing import Any
 
 from accumtrainer import errors
 from accumtrainer.diagnosis.verdicts import LossTrial
-from accumtrainer.window.hooks import Hooks, context_of
+from accumtrainer.window.hooks import context_of
 from accumtrainer.window.losses import WeightedLoss
+from accumtrainer.window.parts import WindowParts
 
 
 def check_bare_losses(
-    hooks: Hooks,
+    parts: WindowParts,
     losses: list[WeightedLoss],
     find_trials: Callable[[], list[LossTrial]],
     *,
@@ -27,6 +28,7 @@ def check_bare_losses(
     otherwise is a warning.
 
     Args:
+        parts: whose windows are weighed.
         losses: of which only the kind counts.
         find_trials: function that returns a list of `LossTrial`, one per loss,
             or an empty one where nobody can tell.
@@ -36,14 +38,14 @@ def check_bare_losses(
         ValueError: there are some, and nobody has stated anything.
     """
     bare = [i for i, loss in enumerate(losses) if loss.origin]
-    if not bare or hooks.accumulation.combine != "exact":
+    if not bare or parts.combine != "exact":
         return
     trials = find_trials()
     verdicts = {
         losses[i].origin: trials[i].verdict if trials else "unknown"
         for i in bare
     }
-    stated = context_of(hooks).denominator
+    stated = context_of(parts.hooks).denominator
     if stated is not None:
         for origin, verdict in verdicts.items():
             if verdict not in ("right", "unknown"):

@@ -154,7 +154,7 @@ class EquivalenceCheck:
         if not all(np.isfinite(gradient).all() for gradient in big):
             yield NOT_FINITE
             return
-        combine = self._hooks.accumulation.combine
+        combine = self._parts.combine
         if combine != "exact" and not self._differs(
             self._way(combine="exact"), window, whole
         ):

@@ -273,7 +273,11 @@ class FitAccumulator(Hooks):
             part, group = group.cut(room)
             self._check_window(part)
             self._is_running = True
-            self._fill_window(part, len(part) == room)
+            try:
+                self._fill_window(part, len(part) == room)
+            except Exception as error:
+                found = self._program.raised_at_once(error, part.batches())
+                raise found from None
             self._is_running = False
         if self._waiting and self._groups.is_last():
             self._is_running = True
@@ -321,7 +325,8 @@ class FitAccumulator(Hooks):
 
     def _fill_window(self, group: Group, closes: bool) -> None:
         """Put batches into the open window, and close it where they do."""
-        if closes and not self._waiting and self._should_fuse(group):
+        fuses = closes and not self._waiting and self._is_fused
+        if fuses and group.is_even:
             self._note(self._step.run(group.window()))
             return
         if self._can_stream:
@@ -333,9 +338,6 @@ class FitAccumulator(Hooks):
             self._held += group.batches()
         if closes:
             self._close_window()
-
-    def _should_fuse(self, group: Group) -> bool:
-        return self._is_fused and group.is_even
 
     def _close_window(self) -> None:
         if self._held:
@@ -405,7 +407,7 @@ class FitAccumulator(Hooks):
             window = Window(None, (batch,), (count_samples(batch),))
             return trials.judge_losses(window)
 
-        check_bare_losses(self, losses, find_trials, owner=self._owner)
+        check_bare_losses(self._parts, losses, find_trials, owner=self._owner)
         self._checked_losses.append(losses)
 
     def _build_model(self, batch: Batch) -> None:

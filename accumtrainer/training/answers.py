@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from accumtrainer.config import Every
+from accumtrainer.config import Accumulation, Every
 from accumtrainer.data.batches import Window
 from accumtrainer.data.source import check_ends
 from accumtrainer.data.sources import OnePiece, make_source
@@ -26,6 +26,7 @@ from accumtrainer.window.hooks import Hooks
 class Answers(Hooks):
     """What hooks, callbacks and users may ask a Trainer for."""
 
+    accumulation: Accumulation
     _engine: Engine
 
     @property

@@ -126,7 +126,11 @@ def checked_callbacks(callbacks: Any) -> Any:
 
 
 def check_devices(
-    trainer: Hooks, seed: int | None, *, run_eagerly: bool
+    trainer: Hooks,
+    accumulation: Accumulation,
+    seed: int | None,
+    *,
+    run_eagerly: bool,
 ) -> int:
     """Refuse devices and memory that an update cannot be made with.
 
@@ -136,7 +140,7 @@ def check_devices(
     """
     backend = make_backend(model=trainer.model)
     check_replicas(trainer, trainer.model, backend.replicas.count, run_eagerly)
-    check_memory(trainer.accumulation, backend, run_eagerly)
+    check_memory(accumulation, backend, run_eagerly)
     return draw_seed(backend) if seed is None else seed
 
 

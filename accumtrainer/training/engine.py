@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from accumtrainer import errors
+from accumtrainer.config import Accumulation
 from accumtrainer.data.batches import Batch, Window, map_leaves
 from accumtrainer.data.source import Source
 from accumtrainer.diagnosis.bare_losses import check_bare_losses
@@ -42,6 +43,7 @@ class Engine:
     Args:
         hooks: the Trainer.
         state: its counters, loss scale and random state.
+        accumulation: how windows are made.
         tracked: variables, filled until training begins.
         jit_compile: whether XLA compiles.
         run_eagerly: whether everything runs as plain Python.
@@ -60,6 +62,7 @@ class Engine:
         hooks: Hooks,
         state: TrainingState,
         *,
+        accumulation: Accumulation,
         tracked: list[Variable],
         jit_compile: bool | Literal["auto"],
         run_eagerly: bool,
@@ -68,6 +71,7 @@ class Engine:
         self._hooks = hooks
         self._model = hooks.model
         self._state = state
+        self._accumulation = accumulation
         self._jit_compile = jit_compile
         self._run_eagerly = run_eagerly
         self._backend = make_backend(
@@ -82,13 +86,13 @@ class Engine:
             backend=self._backend,
             tracked=tracked,
             loss_scale=hooks.loss_scale,
-            combine=hooks.accumulation.combine,
+            combine=accumulation.combine,
         )
         self.lasting = LastingState(self._window_parts, self.replicas.scope)
         self._evaluator = Evaluator(
             self._window_parts, self._backend, jit_compile=jit_compile
         )
-        self._sizing = make_sizing(hooks.accumulation, self._backend)
+        self._sizing = make_sizing(accumulation, self._backend)
         self._program: Any = None
         self._step: Any = None
         self._plan: Any = None
@@ -233,7 +237,7 @@ class Engine:
             self.write_back()
             return self._trials().judge_losses(window)
 
-        check_bare_losses(self._hooks, losses, find_trials)
+        check_bare_losses(self._window_parts, losses, find_trials)
         self._checked_losses.append(losses)
 
     def notes_of_state(self, micro_batches: int) -> list[str]:
@@ -334,7 +338,14 @@ class Engine:
         while report is None:
             window = self._sizing.cut(window)
             with self._sizing.trying(window, self._program.variables) as note:
-                report = note(self._step.run(window))
+                try:
+                    report = note(self._step.run(window))
+                except Exception as error:
+                    if self._backend.is_out_of_memory(error):
+                        raise
+                    raise self._program.raised_at_once(
+                        error, window.split()
+                    ) from None
         self._last_report, self.last_window = report, window
         if self._backend.runs_ahead:
             self._in_flight.add(report, window.size_bytes)
@@ -435,7 +446,7 @@ class Engine:
 
     def _accumulates(self, window: Window) -> bool:
         """Whether windows of more than one micro-batch are to be expected."""
-        steps = self._hooks.accumulation.steps
+        steps = self._accumulation.steps
         # Whatever fits now may have to be cut later.
         if self.replicas.count > 1 or self._sizing.may_cut:
             return True

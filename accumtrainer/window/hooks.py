@@ -186,7 +186,6 @@ class Hooks:
 
     model: Any
     optimizer: Any
-    accumulation: Any
     loss_scale: Any
     rng: Any
     has_window_loss = False

@@ -27,10 +27,10 @@ as a function of the variables' values (JAX); what must differ is asked of the
 backend: to differentiate, to loop, to branch, to compile.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
-from accumtrainer.data.batches import Batch
+from accumtrainer.data.batches import Batch, leaves
 from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.types import Nest, Tensor
 from accumtrainer.window.gradient_cache import (
@@ -114,6 +114,32 @@ class WindowProgram:
         )
         self._update = Update(parts, self.passes, self.variables)
         self._shared = SharedWindow(parts, self.passes, self.variables)
+
+    def raised_at_once(
+        self, error: Exception, batches: Iterable[Batch]
+    ) -> Exception:
+        """Provoke an error anew on the shortest way to it, if there is one.
+
+        What only some shape provokes comes up while a whole window is traced,
+        many calls deep.
+
+        Args:
+            error: that came up.
+            batches: arrays, the micro-batches that were run.
+
+        Returns:
+            The same with a short trace, or what was given.
+        """
+        by_shapes = {str([x.shape for x in leaves(b)]): b for b in batches}
+        for batch in by_shapes.values():
+            try:
+                take_survey(self._parts, self.passes, batch)
+            except type(error) as found:
+                within = found.__traceback__ and found.__traceback__.tb_next
+                return found.with_traceback(within)
+            except Exception:
+                break
+        return error
 
     def knows(self, kind: Hashable) -> bool:
         """Whether micro-batches of a kind, see `kind_of`, were learnt of."""

@@ -197,3 +197,54 @@ def test_few_frames_stand_between_the_fit_of_keras_and_an_error():
     with pytest.raises(UserError) as error:
         model.fit(X, Y, batch_size=4, verbose=0, callbacks=callbacks)
     assert len(frames_of(error)) <= MOST_TO_AN_ERROR, frames_of(error)
+
+
+class RefusesOneLength(keras.layers.Layer):
+    """A mean over steps that fails at one number of them."""
+
+    def call(self, x):
+        if x.shape[1] == 5:
+            raise UserError
+        return ops.mean(x, axis=1)
+
+
+def make_model_of_lengths():
+    inputs = keras.Input([None, 2])
+    outputs = keras.layers.Dense(1)(RefusesOneLength()(inputs))
+    return keras.Model(inputs, outputs)
+
+
+LENGTHS = [4, 4, 4, 5, 5, 5]
+
+
+@ways
+def test_few_frames_stand_between_fit_and_an_error_of_a_later_shape(way):
+    accumulation, batch_size = way
+    trainer = Trainer(
+        make_model_of_lengths(), "sgd", loss="mse", accumulation=accumulation
+    )
+    data = [
+        (np.ones([batch_size, length, 2], "float32"), Y[:batch_size])
+        for length in LENGTHS
+    ]
+    with pytest.raises(UserError) as error:
+        trainer.fit(data, verbose=0)
+    assert trainer.progress.updates
+    assert len(frames_of(error)) <= MOST_TO_AN_ERROR, frames_of(error)
+
+
+@pytest.mark.skipif(
+    BACKEND != "jax", reason="Keras lets no length change on TensorFlow"
+)
+def test_few_frames_stand_between_the_fit_of_keras_and_an_error_of_a_shape():
+    model = make_model_of_lengths()
+    model.compile("sgd", "mse")
+
+    def batches():
+        for length in LENGTHS:
+            yield np.ones([4, length, 2], "float32"), Y[:4]
+
+    with pytest.raises(UserError) as error:
+        callbacks = [GradientAccumulation(steps=3)]
+        model.fit(batches(), shuffle=False, verbose=0, callbacks=callbacks)
+    assert len(frames_of(error)) <= MOST_TO_AN_ERROR, frames_of(error)
