@@ -182,20 +182,20 @@ def train_plainly(model, fits, class_weight, between, is_fit):
         history = {}
         for windows in epochs:
             reset_metrics()
-            before, samples = {}, 0
+            logs = {}
             for window in windows:
+                # For any size in one program, Keras counts a batch as one.
+                for metric in filter(lambda m: is_loss(m.name), model.metrics):
+                    metric.reset_state()
                 logs = model.train_on_batch(
                     *window, class_weight=class_weight, return_dict=True
                 )
-                count = len(keras.tree.flatten(window)[0])
-                own = logs
                 if is_fit:
-                    own = own_losses(logs, before, samples, samples + count)
+                    updates.append({n: logs[n] for n in filter(is_loss, logs)})
                 else:
+                    updates.append(logs)
                     reset_metrics()
-                updates.append(own)
-                before, samples = logs, samples + count
-            for name, value in before.items():
+            for name, value in logs.items():
                 if len(windows) > 1 and is_loss(name):
                     # Keras weighs updates by samples, we by what losses were
                     # divided by; both stand for themselves update by update.
@@ -248,16 +248,6 @@ def finish_fit(model):
         for variable in model.trainable_weights:
             # JAX must not be given the memory of an average twice.
             variable.assign(np.array(variable))
-
-
-def own_losses(mean, mean_before, samples_before, samples):
-    """Tell the losses of one update from the means up to it and before it."""
-    return {
-        name: (value * samples - mean_before.get(name, 0.0) * samples_before)
-        / (samples - samples_before)
-        for name, value in mean.items()
-        if is_loss(name)
-    }
 
 
 def is_loss(name):
