@@ -88,7 +88,8 @@ $(KERAS_OWN_TESTS): test-keras_own-%: $(INSTALLED)
 		PYTHONPATH=tests/keras_own_tests KERAS_BACKEND=$* \
 			$(BIN)/python -m pytest -n 2 --noconftest -p through_trainer \
 			-rs --disable-warnings $$size --pyargs \
-			keras.src.trainers.trainer_test keras.src.callbacks || exit 1; \
+			keras.src.trainers.trainer_test keras.src.callbacks \
+			keras.src.optimizers.multi_optimizer_test || exit 1; \
 	done
 
 # The same in another environment. The backend that is exported above is not

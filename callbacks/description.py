@@ -6,7 +6,13 @@ import platform
 from importlib import metadata
 from typing import Any
 
-from accumtrainer.keras_api import BACKEND, KERAS_NAME, keras, schedule_of
+from accumtrainer.keras_api import (
+    BACKEND,
+    KERAS_NAME,
+    keras,
+    optimizers_of,
+    schedule_of,
+)
 
 LIBRARIES = ("tensorflow", "jax", "jaxlib", "numpy")
 
@@ -64,6 +70,19 @@ def _describe_optimizer(optimizer: Any) -> dict[str, Any]:
     values = {name: getattr(optimizer, name, None) for name in names}
     for name in ("self", "args", "kwargs"):
         values.pop(name, None)
+    is_one, members = optimizers_of(optimizer)
+    if not is_one:
+        for name in ("learning_rate", "optimizer_map"):
+            values.pop(name, None)
+        return {
+            "class_name": type(optimizer).__name__,
+            **values,
+            "optimizers": [
+                _describe_optimizer(member)
+                | {"schedule": _describe_schedule(schedule_of(member))}
+                for member in members
+            ],
+        }
     has_schedule = schedule_of(optimizer) is not None
     rate = None if has_schedule else float(optimizer.learning_rate)
     return {

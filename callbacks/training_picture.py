@@ -16,6 +16,7 @@ DOTS_PER_INCH = 160
 BLUE, ORANGE, GREEN = "#0072b2", "#d55e00", "#00845d"
 PURPLE, RED, GRAY = "#8a5a9e", "#b2182b", "#666666"
 VALIDATION_COLORS = (ORANGE, GREEN, PURPLE, RED)
+RATE_COLORS = (GREEN, BLUE, ORANGE, PURPLE)
 
 
 def make_figure(height_inches: float) -> Any:
@@ -57,7 +58,7 @@ def draw_curves(curves: Any, title: str) -> Any:
     """
     columns = {name: c.columns() for name, c in not_empty(curves).items()}
     panels = [(_draw_losses, 2.4)]
-    if "learning_rate" in columns:
+    if any(map(is_learning_rate, columns)):
         panels.append((_draw_learning_rate, 1.15))
     if "gradient_norm" in columns:
         panels.append((_draw_gradient_norm, 1.15))
@@ -109,9 +110,19 @@ def _draw_losses(axis: Any, columns: Any) -> None:
         )
 
 
+def is_learning_rate(name: str) -> bool:
+    """Say whether a curve is that of an optimizer's learning rate."""
+    return name.startswith("learning_rate")
+
+
 def _draw_learning_rate(axis: Any, columns: Any) -> None:
-    _draw_line(axis, columns["learning_rate"], GREEN, "learning rate")
-    _scale_values(axis, [columns["learning_rate"]], begins_at_zero=True)
+    names = sorted(filter(is_learning_rate, columns))
+    for name, color in zip(names, itertools.cycle(RATE_COLORS)):
+        of_optimizer = name.removeprefix("learning_rate_")
+        _draw_line(axis, columns[name], color, of_optimizer)
+    if len(names) > 1:
+        _add_legend(axis)
+    _scale_values(axis, [columns[name] for name in names], begins_at_zero=True)
     axis.set_ylabel("learning rate")
 
 

@@ -12,6 +12,7 @@ from accumtrainer import Every, Logger
 from accumtrainer.callbacks.curves import Curve
 from accumtrainer.callbacks.training_picture import (
     draw_curves,
+    is_learning_rate,
     is_validation_loss,
     make_figure,
     not_empty,
@@ -23,13 +24,17 @@ DRAWING_SHARE = 0.02
 
 DRAWN = (
     "loss",
-    "learning_rate",
     "gradient_norm",
     "clipped_gradient_norm",
     "loss_scale",
     "skipped_updates",
 )
-"""Numbers of a point that are drawn, beside losses of validation."""
+"""Numbers of a point that are drawn, beside rates and validation losses."""
+
+
+def is_drawn(name: str) -> bool:
+    """Say whether a number of a point is drawn."""
+    return name in DRAWN or is_learning_rate(name) or is_validation_loss(name)
 
 
 class TrainingPlot(Logger):
@@ -97,7 +102,7 @@ class TrainingPlot(Logger):
     def write(self, updates: int, numbers: dict[str, Any]) -> None:
         """Add a point to the curves, and draw them if that is due."""
         for name, value in numbers.items():
-            if name in DRAWN or is_validation_loss(name):
+            if is_drawn(name):
                 self._curves.setdefault(name, Curve()).add(updates, value)
         if self._clock() >= self._next_drawing:
             self._draw()

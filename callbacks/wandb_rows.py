@@ -1,7 +1,7 @@
 """Which rows of a W&B run stand at which update."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 UPDATES = "updates"
@@ -10,8 +10,16 @@ UPDATES = "updates"
 TIMESTAMP = "_timestamp"
 """Where W&B looks for the moment of a row, before it takes the present."""
 
-SAME_EVERYWHERE = {"epoch", "learning_rate", "loss_scale", "skipped_updates"}
-"""Names that do not tell one point at an update from another."""
+SAME_EVERYWHERE = {"epoch", "loss_scale", "skipped_updates"}
+
+
+def telling(names: Iterable[str]) -> set[str]:
+    """Pick the names that tell one point at an update from another."""
+    return {
+        name
+        for name in names
+        if name not in SAME_EVERYWHERE and not name.startswith("learning_rate")
+    }
 
 
 def import_wandb() -> Any:
@@ -93,7 +101,7 @@ class WandbRows:
         """
         with self._lock:
             same = self._open_names & row.keys() - {UPDATES, TIMESTAMP}
-            if self._open_at != row[UPDATES] or same - SAME_EVERYWHERE:
+            if self._open_at != row[UPDATES] or telling(same):
                 self._close()
             self._put(row, None, commit=True)
             self._note(set(), at=None)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from accumtrainer.callbacks.wandb_rows import (
-    SAME_EVERYWHERE,
     TIMESTAMP,
     WandbRows,
     import_wandb,
+    telling,
 )
 
 MARKER = "accumtrainer.json"
@@ -202,8 +202,8 @@ class WandbRun:
         before = self._sent_before
         if row["updates"] != before["updates"]:
             return row["updates"] < before["updates"]
-        losses = [k for k in row if "loss" in k and k not in SAME_EVERYWHERE]
-        names = losses or set(row) - SAME_EVERYWHERE
+        names = telling(row)
+        names = {name for name in names if "loss" in name} or names
         return all(row[name] == before.get(name) for name in names)
 
     def _last_sent(self) -> dict[str, Any]:

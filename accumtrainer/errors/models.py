@@ -194,14 +194,8 @@ HAND_MADE_LOSS_SCALE_OPTIMIZER = (
 OPTIMIZER_ACCUMULATES = (
     "optimizer must not accumulate gradients itself, or they would be "
     "accumulated twice. Received: gradient_accumulation_steps={steps}. Make "
-    "the optimizer without, and use Trainer(accumulation={steps})."
-)
-
-SEVERAL_OPTIMIZERS = (
-    "optimizer must have a learning rate of its own. Received: a "
-    "MultiOptimizer, whose optimizers have one each. Give one optimizer for "
-    "all variables; where it is SGD, Trainer.on_apply can scale the gradients "
-    "of some of them."
+    "the optimizer without it: Trainer(accumulation={steps}) or "
+    "GradientAccumulation(steps={steps}) accumulates."
 )
 
 OPTIMIZER_OF_OTHERS = (
@@ -240,12 +234,6 @@ DISTRIBUTED_FIT = (
     "GradientAccumulation trains on one device. Received: a model under "
     "tf.distribute or keras.distribution. Leave the strategy or distribution "
     "out."
-)
-
-FIT_ACCUMULATES_TWICE = (
-    "optimizer must not accumulate gradients itself, or they would be "
-    "accumulated twice. Received: gradient_accumulation_steps={steps}. Make "
-    "the optimizer without, and use GradientAccumulation(steps={steps})."
 )
 
 CALLBACK_WITH_TRAINER_HOOK = (

@@ -478,12 +478,6 @@ def _check_fit(model: Model, backend: Backend) -> None:
             )
     if backend.is_distributed(model) or keras.distribution.distribution():
         raise ValueError(errors.DISTRIBUTED_FIT)
-    optimizer = model.optimizer
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        optimizer = optimizer.inner_optimizer
-    steps = getattr(optimizer, "gradient_accumulation_steps", None)
-    if steps:
-        raise ValueError(errors.FIT_ACCUMULATES_TWICE.format(steps=steps))
 
 
 def _as_number(tensor: Tensor) -> Any:

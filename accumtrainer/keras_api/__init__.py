@@ -99,6 +99,7 @@ __all__ = [
     "ops",
     "read_metrics",
     "refuse_other_keras",
+    "optimizers_of",
     "schedule_of",
     "strategy_of",
     "take_initial_epoch",
@@ -202,6 +203,19 @@ def is_known_to(optimizer: Optimizer, variable: Variable) -> bool:
     if not optimizer.built:
         return True
     return any(known is variable for known in optimizer._trainable_variables)
+
+
+def optimizers_of(optimizer: Optimizer) -> tuple[bool, list[Optimizer]]:
+    """List what an optimizer consists of; older Keras has no `MultiOptimizer`.
+
+    Returns:
+        Whether it is but one, and those that update variables. Of several,
+        some may have none to update, and are never built.
+    """
+    several = getattr(keras.optimizers, "MultiOptimizer", ())
+    if isinstance(optimizer, several):
+        return False, list(optimizer.optimizers)
+    return True, [optimizer]
 
 
 def is_overwritten(variable: Variable) -> bool:

@@ -12,7 +12,6 @@ import keras
 from keras import ops, tree
 from keras.src.backend.common import masking
 
-from accumtrainer import errors
 from accumtrainer.keras_api.types import (
     Metric,
     Model,
@@ -196,13 +195,8 @@ def take_initial_epoch(model: Model) -> int | None:
 
 
 def check_support(model: Model, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that has no learning rate of its own.
-
-    Older versions of Keras 3 have no such class.
-    """
-    del model
-    if isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):
-        raise ValueError(errors.SEVERAL_OPTIMIZERS)
+    """Refuse what Keras computes wrongly: nothing, in Keras 3."""
+    del model, optimizer
 
 
 def check_fit_support() -> None:

@@ -9,11 +9,11 @@ import numpy as np
 
 from accumtrainer.config import Every
 from accumtrainer.observers.callback import Callback
-from accumtrainer.observers.logs import Logs, to_number
+from accumtrainer.observers.logs import Logs, is_learning_rate, to_number
 from accumtrainer.progress import Progress
 
-LATEST = ("learning_rate", "loss_scale", "updates", "skipped_updates")
-"""Numbers of which a point holds the last, not the mean."""
+LATEST = ("loss_scale", "updates", "skipped_updates")
+"""Numbers of which a point holds the last, not the mean; so of the rates."""
 
 NOT_AVERAGED = frozenset({*LATEST, "applied", "weight"})
 """Those, and numbers of a window that serve to average the others."""
@@ -272,7 +272,7 @@ class _Point:
         if self._has_applied and not is_applied:
             return
         for name, value in window.items():
-            if name not in NOT_AVERAGED:
+            if name not in NOT_AVERAGED and not is_learning_rate(name):
                 total, weight = self._sums.get(name, (0.0, 0.0))
                 self._sums[name] = (total + more * value, weight + more)
 
@@ -285,7 +285,8 @@ class _Point:
         return means | self._latest_numbers()
 
     def _latest_numbers(self) -> dict[str, Any]:
-        return {name: self._latest[name] for name in LATEST}
+        rates = filter(is_learning_rate, self._latest)
+        return {name: self._latest[name] for name in (*rates, *LATEST)}
 
     def get_state(self) -> dict[str, Any]:
         """Return what `of_state` needs, a dict ready for JSON."""

@@ -150,3 +150,15 @@ def to_number(value: Any) -> Any:
     if dtype == "bool":
         return bool(value)
     return int(value) if keras.backend.is_int_dtype(dtype) else float(value)
+
+
+def is_learning_rate(name: str) -> bool:
+    """Say whether a name in the logs is that of a learning rate.
+
+    Where there are several optimizers, each has one.
+
+    Example:
+        >>> is_learning_rate("learning_rate_adam"), is_learning_rate("loss")
+        (True, False)
+    """
+    return name == "learning_rate" or name.startswith("learning_rate_")

@@ -11,6 +11,7 @@ from rich import live, progress_bar, table, text
 
 from accumtrainer.checks import require_choice
 from accumtrainer.observers.callback import Callback
+from accumtrainer.observers.logs import is_learning_rate
 
 REDRAW_SECS = 0.1
 BAR_WIDTH = 30
@@ -20,7 +21,6 @@ HIDDEN = frozenset(
     {
         "applied",
         "gradient_norm",
-        "learning_rate",
         "loss_scale",
         "lr",
         "micro_batches",
@@ -407,6 +407,7 @@ def shown_numbers(logs: Any) -> dict[str, str]:
         name: f"{value:.4g}"
         for name, value in (logs or {}).items()
         if name not in HIDDEN
+        and not is_learning_rate(name)
         and isinstance(value, int | float)
         and not isinstance(value, bool)
     }

@@ -7,16 +7,11 @@ import numpy as np
 
 from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.types import Tensor
+from accumtrainer.observers.logs import is_learning_rate
 from accumtrainer.window.numbers import OfMicroBatch
 
-CLOCKS = (
-    "learning_rate",
-    "gradient_norm",
-    "loss_scale",
-    "updates",
-    "skipped_updates",
-)
-"""What every log carries beside losses and metrics."""
+CLOCKS = ("gradient_norm", "loss_scale", "updates", "skipped_updates")
+"""What every log carries beside losses, metrics and learning rates."""
 
 
 class Place(NamedTuple):
@@ -173,7 +168,8 @@ class Report:
 
     def _clocks(self) -> dict[str, Any]:
         window = self.window_logs()
-        return {name: window[name] for name in CLOCKS}
+        rates = filter(is_learning_rate, window)
+        return {name: window[name] for name in (*rates, *CLOCKS)}
 
     def micro_batches(self) -> dict[str, np.ndarray]:
         """Read each number of `OfMicroBatch` that is known, `(k,)`."""

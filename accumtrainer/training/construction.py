@@ -22,6 +22,7 @@ from accumtrainer.keras_api import (
     flatten_layers,
     is_known_to,
     keras,
+    optimizers_of,
     refuse_other_keras,
     tree,
 )
@@ -215,9 +216,10 @@ def resolve_optimizer(
     optimizer = _get(keras.optimizers.get, "optimizer", optimizer, "'adam'")
     if isinstance(optimizer, scaling):
         raise ValueError(errors.HAND_MADE_LOSS_SCALE_OPTIMIZER)
-    steps = getattr(optimizer, "gradient_accumulation_steps", None)
-    if steps:
-        raise ValueError(errors.OPTIMIZER_ACCUMULATES.format(steps=steps))
+    for member in optimizers_of(optimizer)[1]:
+        steps = getattr(member, "gradient_accumulation_steps", None)
+        if steps:
+            raise ValueError(errors.OPTIMIZER_ACCUMULATES.format(steps=steps))
     if getattr(optimizer, "loss_scale_factor", None) is not None:
         raise ValueError(
             "optimizer must not scale the loss itself. Received: "

@@ -8,20 +8,14 @@ import math
 from collections.abc import Callable
 
 from accumtrainer.keras_api import ops
-from accumtrainer.keras_api.types import Optimizer, Tensor
+from accumtrainer.keras_api.types import Tensor
 from accumtrainer.window.backend import WindowBackend
-
-OPTIMIZER_CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
-"""Attributes of a Keras optimizer, of which at most one is set."""
 
 FEW = 4_096
 """Numbers of a gradient that are squared together with those of others.
 
 What runs for each alone takes longer to compile and to start than they do.
 """
-
-MOST_TO_SQUARE = 1e18
-"""The square of a norm above is near the end of float32."""
 
 
 def adaptive_clip(
@@ -170,52 +164,6 @@ def finite_norm(
     return norm, is_finite
 
 
-def factor_to_clip(norm: Tensor, optimizer: Optimizer) -> Tensor | None:
-    """Say by what gradients are made small enough to be clipped by Keras.
-
-    Keras squares them to clip them globally, and would make them NaN where that
-    is infinite.
-
-    Args:
-        norm: scalar, float32, their global norm.
-
-    Returns:
-        Scalar, float32, or `None` where it does not clip globally.
-    """
-    limit = getattr(optimizer, "global_clipnorm", None)
-    if not limit:
-        return None
-    return ops.where(norm > MOST_TO_SQUARE, limit / norm, 1.0)
-
-
 def _has_few(gradient: Tensor) -> bool:
     # Of rows of an embedding TensorFlow may not know how many there are.
     return None not in gradient.shape and math.prod(gradient.shape) <= FEW
-
-
-def clips(optimizer: Optimizer) -> bool:
-    """Say whether a Keras optimizer clips."""
-    return any(getattr(optimizer, limit, None) for limit in OPTIMIZER_CLIPPING)
-
-
-def clipped_norm(gradients: list[Tensor], optimizer: Optimizer) -> Tensor:
-    """Compute the global norm that is left after the optimizer's clipping.
-
-    Args:
-        gradients: float32.
-
-    Returns:
-        Scalar, float32.
-    """
-    clipnorm, global_clipnorm, clipvalue = (
-        getattr(optimizer, limit, None) for limit in OPTIMIZER_CLIPPING
-    )
-    if clipvalue:
-        gradients = [ops.clip(g, -clipvalue, clipvalue) for g in gradients]
-    norm = global_norm(gradients)
-    if global_clipnorm:
-        return ops.minimum(norm, global_clipnorm)
-    if clipnorm:
-        norms = [global_norm([gradient]) for gradient in gradients]
-        return global_norm([ops.minimum(n, clipnorm) for n in norms])
-    return norm

@@ -6,7 +6,7 @@ of the sum of several the largest counts, as in Keras.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -39,12 +39,22 @@ class Gradients:
         variables = enumerate(self._model.trainable_variables)
         return {position for position, v in variables if is_overwritten(v)}
 
-    def ordinary(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Pick the gradients that are there and are not to be assigned."""
+    def ordinary(
+        self,
+        gradients: Sequence[Tensor | None],
+        positions: Collection[int] | None = None,
+    ) -> list[Tensor]:
+        """Pick the gradients that are there and are not to be assigned.
+
+        Args:
+            positions: of those to pick from; `None` for all.
+        """
         return [
             gradient
             for position, gradient in enumerate(gradients)
-            if gradient is not None and position not in self.overwritten
+            if gradient is not None
+            and position not in self.overwritten
+            and (positions is None or position in positions)
         ]
 
     def zeros(self) -> list[Tensor]:
@@ -82,12 +92,21 @@ class Gradients:
         return self._backend.add(total, gradient)
 
     def times(
-        self, factor: Tensor, gradients: Sequence[Tensor | None]
+        self,
+        factor: Tensor,
+        gradients: Sequence[Tensor | None],
+        positions: Collection[int] | None = None,
     ) -> list[Tensor | None]:
-        """Multiply gradients in float32."""
+        """Multiply gradients in float32.
+
+        Args:
+            positions: of those to multiply; `None` for all.
+        """
         return [
             g
-            if g is None or position in self.overwritten
+            if g is None
+            or position in self.overwritten
+            or (positions is not None and position not in positions)
             else ops.cast(g, "float32") * factor
             for position, g in enumerate(gradients)
         ]

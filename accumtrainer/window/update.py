@@ -5,12 +5,7 @@ from typing import Any
 
 from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.types import Tensor
-from accumtrainer.window.clipping import (
-    clipped_norm,
-    clips,
-    factor_to_clip,
-    finite_norm,
-)
+from accumtrainer.window.clipping import finite_norm
 from accumtrainer.window.gradients import Uses
 from accumtrainer.window.hooks import Info, collect_logs
 from accumtrainer.window.loss_scale import next_scale
@@ -23,6 +18,7 @@ from accumtrainer.window.objective import (
     results,
     total_loss,
 )
+from accumtrainer.window.optimizers import Optimizers
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.passes import Passes
 from accumtrainer.window.state import RunningSums, Scratch
@@ -58,8 +54,9 @@ class Update:
         self._passes = passes
         self._gradients = passes.gradients
         self._variables = variables
-        self._clips = self._hooks.overrides("on_apply") or (
-            clips(self._optimizer)
+        self._optimizers = Optimizers(parts, passes.gradients)
+        self._clips = self._optimizers.clips or (
+            self._hooks.overrides("on_apply")
         )
 
     def apply(
@@ -99,8 +96,8 @@ class Update:
             weighing, total_weight=added.weight, micro_batches=count
         )
         gradients, norm, is_finite = self._finish(sums, divisor, info)
-        # Copies, because both may be variables that are about to move.
-        lr = ops.copy(ops.cast(self._optimizer.learning_rate, "float32"))
+        rates = self._optimizers.learning_rates()
+        # A copy, because it may be a variable that is about to move.
         scale = ops.copy(state.loss_scale.value)
         self._backend.cond(
             is_finite,
@@ -117,15 +114,15 @@ class Update:
         )
         self._move_scale(scale, is_finite)
         state.micro_batches.assign(state.micro_batches.value + micro_batches)
-        window = self._window_logs(loss, means) | {
-            "learning_rate": lr,
+        window = self._window_logs(loss, means) | rates
+        window |= {
             "gradient_norm": norm,
             "loss_scale": scale,
             "weight": added.weight,
         }
         if gradients is not None:
-            window["clipped_gradient_norm"] = clipped_norm(
-                self._gradients.ordinary(gradients), self._optimizer
+            window["clipped_gradient_norm"] = self._optimizers.clipped_norm(
+                gradients
             )
         return {
             "window": window,
@@ -168,9 +165,10 @@ class Update:
             # There is nothing else to look at.
             is_finite = ops.isfinite(info.loss)
         is_finite = backend.accepts(is_finite)
-        factor = factor_to_clip(norm_to_clip, self._optimizer)
-        if factor is not None:
-            gradients = self._gradients.times(factor, gradients)
+        if gradients is not None:
+            gradients = self._optimizers.make_small_enough(
+                gradients, norm_to_clip
+            )
         return gradients, norm, is_finite
 
     def _move_scale(self, scale: Tensor, is_finite: Tensor) -> None:

@@ -18,6 +18,7 @@ from accumtrainer.steps import CLOCKS
 
 layers, losses, metrics = keras.layers, keras.losses, keras.metrics
 
+OURS = (*CLOCKS, "learning_rate")
 QUICKEST = {"jit_compile": JIT_COMPILE, "run_eagerly": RUN_EAGERLY}
 
 ROWS = 6
@@ -279,7 +280,7 @@ def observe(trainer, model, data, **options):
     """Train and evaluate; list all that can be seen of it."""
     history = trainer.fit(**data, shuffle=False, verbose=0, **options).history
     seen = {
-        "history": {k: v for k, v in history.items() if k not in CLOCKS},
+        "history": {k: v for k, v in history.items() if k not in OURS},
         "weights": model.get_weights(),
         "evaluate": trainer.evaluate(**data, verbose=0),
         "train_on_batch": trainer.train_on_batch(**data),

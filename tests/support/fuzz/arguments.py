@@ -194,7 +194,18 @@ SCHEDULES = (
 
 
 def draw_optimizer(draw, backend):
-    """Draw an optimizer."""
+    """Draw an optimizer, or one for biases and one for all else."""
+    if draw.random() < 0.1:
+        parts = (draw_single(draw, backend) for _ in range(2))
+        return (
+            "optimizers.MultiOptimizer(optimizers.OptimizerMap("
+            f"{next(parts)}, {{'.*bias': {next(parts)}}}))"
+        )
+    return draw_single(draw, backend)
+
+
+def draw_single(draw, backend):
+    """Draw one optimizer."""
     # JAX multiplies float32 by int32 there, which a strict one refuses.
     overwrite = ", ema_overwrite_frequency=2" * (backend == "tensorflow")
     options = draw.choice(

@@ -21,7 +21,6 @@ NOISE = 1e-5
 """Most that a gradient may be off, relative to the largest one."""
 
 FURTHER_LOGS = (
-    "learning_rate",
     "gradient_norm",
     "clipped_gradient_norm",
     "loss_scale",
@@ -297,7 +296,7 @@ def outcome_of(model, optimizer, updates, histories):
 
 def is_further(name):
     """Say whether Keras would not tell of this."""
-    return name in FURTHER_LOGS or name.startswith("part ")
+    return name in FURTHER_LOGS or name.startswith(("part ", "learning_rate"))
 
 
 def with_results(outcome, evaluation, prediction):
