@@ -306,7 +306,7 @@ class Trainer(Answers):
     ) -> Iterator[FitLoop]:
         """Make the loop of a fit, which snapshots ask for their place."""
         engine = self._engine
-        engine.check_model()
+        engine.follow_model()
         callbacks = [self._callbacks, callbacks]
         saved = find_saved(resume_from, callbacks)
         epochs_before = 0  # a run that goes on knows its own
@@ -356,6 +356,8 @@ class Trainer(Answers):
         Called by a callback in `on_safe_point` it holds the place in the
         data too, so that a `fit` can go on from it.
         """
+        if self._loop is None:
+            self._engine.follow_model()
         return take_snapshot(self, self._engine, self._loop)
 
     def save(self, path: str | os.PathLike) -> None:
@@ -406,6 +408,7 @@ class Trainer(Answers):
             "which", which, ("latest", "best"), "Use 'latest' for the newest."
         )
         saved = find_checkpoint(path, which)
+        self._engine.follow_model()
         if not weights_only:
             check_same(saved, self)
         self._engine.lasting.check_fits(
@@ -441,7 +444,7 @@ class Trainer(Answers):
             The batch's loss, or the list of loss and metrics, or a dict.
         """
         engine = self._engine
-        engine.check_model()
+        engine.follow_model()
         window = self._cut(OnePiece(x, y, sample_weight, class_weight))
         engine.prepare(window)
         engine.start_epoch(self.progress_at_most.epochs)

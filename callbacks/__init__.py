@@ -9,6 +9,7 @@ from accumtrainer.callbacks.profile import Profile
 from accumtrainer.callbacks.run_log import RunLog
 from accumtrainer.callbacks.throughput import Throughput
 from accumtrainer.callbacks.training_plot import TrainingPlot
+from accumtrainer.callbacks.unfreeze import Unfreeze
 from accumtrainer.callbacks.wandb_logger import WandbLogger
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "RunLog",
     "Throughput",
     "TrainingPlot",
+    "Unfreeze",
 ]

@@ -204,11 +204,6 @@ OPTIMIZER_OF_OTHERS = (
     "not know {variable!r}. Give an optimizer that has not been used."
 )
 
-TRAINABLE_CHANGED = (
-    "model must be as trainable as it was when the Trainer was made. Received: "
-    "{received}. Make a new Trainer after changing layer.trainable."
-)
-
 COMPILED_ANEW = (
     "model must stay compiled as its Trainer has left it, whose step updates "
     "the metrics of then. Received: the model {model!r}, compiled anew since, "

@@ -166,7 +166,7 @@ class FitAccumulator(Hooks):
             and not self._is_running
             and model.train_function is self._train_function_before
             and self._trains == _identity(model)
-            and self._trainable.difference(model) is None
+            and not self._trainable.differs_from(model)
         )
 
     def install(

@@ -246,7 +246,7 @@ class Answers(Hooks):
             >>> [row.micro_batch_size for row in plan.rows]
             [1, 2, 4, 8]
         """
-        self._engine.check_model()
+        self._engine.follow_model()
         data = OnePiece(*keras.utils.unpack_x_y_sample_weight(batch))
         window = data.window()
         self._engine.prepare(window)
@@ -285,7 +285,7 @@ class Answers(Hooks):
             >>> trainer.check_equivalence((x, y)).is_exact
             True
         """
-        self._engine.check_model()
+        self._engine.follow_model()
         data = OnePiece(*keras.utils.unpack_x_y_sample_weight(batch))
         window = self._cut(data)
         if window.micro_batches < 2:

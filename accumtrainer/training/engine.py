@@ -16,6 +16,7 @@ from accumtrainer.diagnosis.inspection import Inspection, Replay
 from accumtrainer.diagnosis.moving_state import notes_of_state
 from accumtrainer.diagnosis.trials import Trials
 from accumtrainer.keras_api import BACKEND, keras, metric_names
+from accumtrainer.keras_api.rebuild import rebuild
 from accumtrainer.keras_api.types import Nest, Variable
 from accumtrainer.observers.callback import Dispatcher
 from accumtrainer.observers.logs import Logs
@@ -72,42 +73,49 @@ class Engine:
         self._model = hooks.model
         self._state = state
         self._accumulation = accumulation
+        self._tracked = tracked
         self._jit_compile = jit_compile
         self._run_eagerly = run_eagerly
-        self._backend = make_backend(
-            run_eagerly=run_eagerly,
-            model=self._model,
-            compiles_all_shapes=jit_compile is True,
-        )
-        self.replicas = self._backend.replicas
-        self._window_parts = WindowParts(
-            hooks=hooks,
-            state=state,
-            backend=self._backend,
-            tracked=tracked,
-            loss_scale=hooks.loss_scale,
-            combine=accumulation.combine,
-        )
-        self.lasting = LastingState(self._window_parts, self.replicas.scope)
-        self._evaluator = Evaluator(
-            self._window_parts, self._backend, jit_compile=jit_compile
-        )
-        self._sizing = make_sizing(accumulation, self._backend)
-        self._program: Any = None
-        self._step: Any = None
-        self._plan: Any = None
+        self._before: Any = None
+        self._set_up()
         self._last_report: Any = None
         self._in_flight = InFlight()
         self.counting = Counting(
             lambda: self._last_report.section("counters"),
             max_consecutive_skips,
         )
-        self._checked_losses: list[Any] = []
         self.last_window: Any = None
         self.data_seconds = 0.0
         is_built = self._model.built
-        self._trainable = Trainable(self._model) if is_built else None
+        self._trainable: Any = Trainable(self._model) if is_built else None
+        self._measures_gradients = False
         self._compiled = list(self._model.metrics)
+
+    def _set_up(self) -> None:
+        """Make what compiles, which knows of no window yet."""
+        self._backend = make_backend(
+            run_eagerly=self._run_eagerly,
+            model=self._model,
+            compiles_all_shapes=self._jit_compile is True,
+        )
+        self.replicas = self._backend.replicas
+        self._window_parts = WindowParts(
+            hooks=self._hooks,
+            state=self._state,
+            backend=self._backend,
+            tracked=self._tracked,
+            loss_scale=self._hooks.loss_scale,
+            combine=self._accumulation.combine,
+        )
+        self.lasting = LastingState(self._window_parts, self.replicas.scope)
+        self._evaluator = Evaluator(
+            self._window_parts, self._backend, jit_compile=self._jit_compile
+        )
+        self._sizing = make_sizing(self._accumulation, self._backend)
+        self._program: Any = None
+        self._step: Any = None
+        self._plan: Any = None
+        self._checked_losses: list[Any] = []
 
     @property
     def rows_per_pass(self) -> int | None:
@@ -150,16 +158,44 @@ class Engine:
                 errors.COMPILED_ANEW.format(model=self._model.name)
             )
 
-    def check_model(self) -> None:
-        """Refuse a model that is not trained as it was made for now."""
+    def follow_model(self) -> None:
+        """Turn to what of the model is trainable by now, if that has changed.
+
+        The optimizer keeps what it has of variables that stay. Windows are
+        compiled anew, once `prepare` has seen one.
+
+        Raises:
+            ValueError: the model was compiled anew, with other metrics.
+        """
         self.check_compiled()
         if self._trainable is None:
             return
-        difference = self._trainable.difference(self._model)
-        if difference is not None:
-            raise ValueError(
-                errors.TRAINABLE_CHANGED.format(received=difference)
-            )
+        if not self._trainable.differs_from(self._model):
+            return
+        self.write_back()
+        self._trainable = Trainable(self._model)
+        if self._hooks.optimizer.built:
+            with self.replicas.scope():
+                rebuild(self._hooks.optimizer, self._model.trainable_variables)
+        if self._program is not None:
+            self._before = self._program.variables
+            self._in_flight.clear()
+            self._set_up()
+
+    def follow_model_amid_fit(
+        self, window: Window, *, looks_closely: bool
+    ) -> None:
+        """Turn to what callbacks have frozen or unfrozen, and get ready.
+
+        Args:
+            window: the next one.
+            looks_closely: whether to look at all variables, not at the flags
+                of layers alone.
+        """
+        if looks_closely or self._trainable.has_changed:
+            self.follow_model()
+        if self._program is None:
+            self.prepare(window, measures_gradients=self._measures_gradients)
 
     def prepare(
         self,
@@ -179,6 +215,7 @@ class Engine:
             warns: whether to warn of denominators that are wrong.
         """
         micro_batch = window.split()[0]
+        self._measures_gradients = measures_gradients
         is_first = self._program is None
         with self.replicas.scope():
             if is_first:
@@ -192,7 +229,9 @@ class Engine:
             if self._sizing.is_undecided:
                 # One sample tells as much as many do.
                 micro_batch = map_leaves(lambda leaf: leaf[:1], micro_batch)
-            program = self._program or WindowProgram(self._window_parts)
+            program = self._program or WindowProgram(
+                self._window_parts, self._before
+            )
             program.learn(micro_batch)
             if is_first:
                 self._begin(program, like, jit_compile)
@@ -214,7 +253,7 @@ class Engine:
             jit_compile=jit_compile,
             run_eagerly=self._run_eagerly,
         )
-        self._program = program
+        self._program, self._before = program, None
         self.lasting.begin(program.variables)
         self._step = Step(program, self._backend, self._plan)
         self._trainable = Trainable(self._model)

@@ -147,6 +147,7 @@ class FitLoop:
         if begun and self._options.check_inputs and self._trainer.model.built:
             # Run eagerly, the preparation computes with these numbers.
             self._check(first, self._make_checks(), index=0)
+        self._engine.follow_model()
         self._engine.prepare(
             first,
             like=start.snapshot,
@@ -439,6 +440,7 @@ class FitLoop:
         self._check(window, self._checks, index)
         engine, dispatcher = self._engine, self._dispatcher
         dispatcher.call("on_train_batch_begin", index, {})
+        engine.follow_model_amid_fit(window, looks_closely=not index)
         if any(map(dispatcher.listens, ("on_micro_batch", "on_accumulate"))):
             before = engine.counting.progress
             report = engine.run_window(window)

@@ -64,6 +64,10 @@ class WindowProgram:
 
     Before it does so it must `learn` what they are like.
 
+    Args:
+        parts: whose windows run, and on what.
+        before: see `WindowVariables`.
+
     Attributes:
         passes: what runs a micro-batch.
         variables: what a window moves, once there is a survey.
@@ -71,8 +75,11 @@ class WindowProgram:
 
     variables: WindowVariables
 
-    def __init__(self, parts: WindowParts):
+    def __init__(
+        self, parts: WindowParts, before: WindowVariables | None = None
+    ):
         self._parts = parts
+        self._before = before
         self._backend = parts.backend
         self.passes = Passes(parts)
         self._surveys: dict[Hashable, Survey] = {}
@@ -111,7 +118,9 @@ class WindowProgram:
             self.passes.gradients,
             survey,
             caches_gradients=self.passes.caches_gradients,
+            before=self._before,
         )
+        self._before = None
         self._update = Update(parts, self.passes, self.variables)
         self._shared = SharedWindow(parts, self.passes, self.variables)
 

@@ -1,4 +1,4 @@
-"""What of a model is trained, which compiled windows do not look at again."""
+"""What of a model is trained, for which windows were compiled."""
 
 import warnings
 
@@ -21,21 +21,15 @@ class Trainable:
         self._variables = list(model.trainable_variables)
         self._layers = [(v, v.trainable) for v in flatten_layers(model)]
 
-    def difference(self, model: Model) -> str | None:
-        """Say how a model differs from what it was, `None` if it does not."""
+    @property
+    def has_changed(self) -> bool:
+        """Whether a layer was frozen or unfrozen since."""
+        return any(layer.trainable is not was for layer, was in self._layers)
+
+    def differs_from(self, model: Model) -> bool:
+        """Whether other variables are trainable, or a layer has changed."""
         now, before = model.trainable_variables, self._variables
-        if list(map(id, now)) != list(map(id, before)):
-            return (
-                f"{len(now)} trainable variables where there were "
-                f"{len(before)}, or other ones"
-            )
-        for layer, was_trainable in self._layers:
-            if layer.trainable != was_trainable:
-                return (
-                    f"trainable={layer.trainable} of layer {layer.name!r}, "
-                    f"where it was {was_trainable}"
-                )
-        return None
+        return self.has_changed or list(map(id, now)) != list(map(id, before))
 
 
 def warn_of_nothing_to_train(model: Model) -> None:

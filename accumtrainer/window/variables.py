@@ -25,6 +25,8 @@ class WindowVariables:
         gradients: what is done with lists of gradients.
         survey: of a first micro-batch.
         caches_gradients: whether windows may be run through twice.
+        before: those of a program that this one takes the place of, amid an
+            epoch whose sums go on.
 
     Attributes:
         survey: of micro-batches like those to come.
@@ -45,6 +47,7 @@ class WindowVariables:
         survey: Survey,
         *,
         caches_gradients: bool,
+        before: "WindowVariables | None" = None,
     ):
         self._parts = parts
         self._model = parts.model
@@ -58,6 +61,10 @@ class WindowVariables:
         self._running_sums: dict[Any, list[RunningSums]] = {}
         self._surveys: dict[Any, Survey] = {}
         self.kinds_of_epoch: frozenset[Hashable] = frozenset()
+        if before is not None:
+            self._running_sums = before._running_sums
+            self._surveys = before._surveys
+            self.kinds_of_epoch = before.kinds_of_epoch
         self.captured: list[Variable] = []
         self.streams: list[Variable] = []
         self.moved: list[Variable] = []

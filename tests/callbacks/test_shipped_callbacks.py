@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from quickest import JIT_COMPILE
 
-from accumtrainer import Callback, Logger, Trainer, callbacks
+from accumtrainer import Callback, Every, Logger, Trainer, callbacks
 from accumtrainer.keras_api import keras
 from accumtrainer.observers.callback import is_overridden
 from accumtrainer.steps import Report
@@ -30,7 +30,9 @@ COSTLY_HOOKS = ("on_micro_batch", "on_accumulate", "on_apply")
 def begun(tmp_path_factory):
     """Give a Trainer, and the checkpoint of how it begins."""
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    model = keras.Sequential(
+        [keras.Input([3]), keras.layers.Dense(1, name="dense")]
+    )
     trainer = Trainer(
         model,
         optimizer="sgd",
@@ -114,6 +116,9 @@ SHIPPED = {
     ),
     "TrainingPlot": Shipped(
         make=lambda folder: callbacks.TrainingPlot(folder / "a.png")
+    ),
+    "Unfreeze": Shipped(
+        make=lambda folder: callbacks.Unfreeze(Every(1, "epochs"), ["dense"]),
     ),
     "WandbLogger": Shipped(make=make_wandb_logger),
 }

@@ -51,31 +51,29 @@ def numbers(model):
 
 
 @pytest.mark.parametrize("was_trainable", [True, False])
-def test_freezing_a_layer_without_trainable_weights_is_refused(was_trainable):
+def test_freezing_a_layer_without_trainable_weights_is_noticed(was_trainable):
     model = make_model()
     layer = model.get_layer("statistics")
     layer.trainable = was_trainable
     trainer = make_trainer(model)
     fit(trainer)
     layer.trainable = not was_trainable
-    with pytest.raises(ValueError, match="layer 'statistics', where it was"):
-        fit(trainer)
-    with pytest.raises(ValueError, match="Make a new Trainer"):
-        trainer.train_on_batch(X[:4], Y[:4])
     before = numbers(model)[:2]
-    fit(make_trainer(model))
+    trainer.train_on_batch(X[:4], Y[:4])
     for old, new in zip(before, numbers(model)[:2], strict=True):
         assert np.array_equal(old, new) == was_trainable
 
 
-def test_freezing_a_nested_layer_is_refused():
+def test_freezing_a_nested_layer_is_noticed():
     inner = make_model()
     model = keras.Sequential([keras.Input([3]), inner])
     trainer = make_trainer(model)
     fit(trainer)
     inner.get_layer("statistics").trainable = False
-    with pytest.raises(ValueError, match="Make a new Trainer"):
-        fit(trainer)
+    before = numbers(inner)
+    fit(trainer)
+    for old, new in zip(before[:2], numbers(inner)[:2], strict=True):
+        np.testing.assert_array_equal(new, old)
 
 
 def test_freezing_a_layer_between_fits_of_keras_leaves_its_statistics():

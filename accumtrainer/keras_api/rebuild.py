@@ -1,0 +1,88 @@
+"""Builds an optimizer anew when other variables are trained than before.
+
+Keras builds an optimizer once, for the variables that are trainable then, and
+has no way to take others in but a new optimizer, which has forgotten all. So
+this resets what `Optimizer.build` has made, under private names, and puts back
+what was kept of the variables that stay.
+"""
+
+from typing import Any
+
+from accumtrainer.keras_api import keras, optimizers_of
+from accumtrainer.keras_api.types import Optimizer, Variable
+
+
+def rebuild(optimizer: Optimizer, variables: list[Variable]) -> None:
+    """Have a built optimizer update other variables.
+
+    What it keeps of a variable that it goes on to update, and its own numbers,
+    are kept; what it keeps of others is gone, and of new ones begins.
+
+    Args:
+        optimizer: is the same object afterwards, with new variables.
+        variables: those to be updated from now on.
+    """
+    _, members = optimizers_of(optimizer)
+    built = [one for one in members if one.built]
+    kept = [_Kept(one) for one in built]
+    for one in {id(o): o for o in (optimizer, *built)}.values():
+        _reset(one)
+    optimizer.build(variables)
+    for one in kept:
+        one.put_back()
+
+
+class _Kept:
+    """What an optimizer keeps, by its attributes."""
+
+    def __init__(self, optimizer: Optimizer):
+        self._optimizer = optimizer
+        self._variables = list(optimizer._trainable_variables)
+        self._attributes = dict(vars(optimizer))
+
+    def put_back(self) -> None:
+        """Put it into what the optimizer has by now."""
+        if not self._optimizer.built:
+            return
+        before = {id(v): i for i, v in enumerate(self._variables)}
+        now = vars(self._optimizer)
+        for name, old in self._attributes.items():
+            new: Any = now.get(name)
+            if isinstance(old, keras.Variable) and old is not new:
+                _copy(old, new)
+            if not self._is_by_variable(old):
+                continue
+            pairs = zip(self._optimizer._trainable_variables, new, strict=True)
+            for variable, slot in pairs:
+                position = before.get(id(variable))
+                if position is not None:
+                    _copy(old[position], slot)
+
+    def _is_by_variable(self, value: Any) -> bool:
+        """Whether it holds something for each variable that is updated."""
+        return (
+            isinstance(value, list)
+            and bool(value)
+            and value is not self._attributes["_trainable_variables"]
+            and value is not self._attributes["_variables"]
+            and len(value) == len(self._variables)
+            and all(v is None or isinstance(v, keras.Variable) for v in value)
+        )
+
+
+def _copy(old: Any, new: Any) -> None:
+    """Copy a variable, of those optimizers that have it."""
+    if isinstance(old, keras.Variable) and isinstance(new, keras.Variable):
+        new.assign(old.value)
+
+
+def _reset(optimizer: Optimizer) -> None:
+    """Undo `Optimizer.build`."""
+    own = (optimizer._iterations, optimizer._learning_rate)
+    kept = [v for v in optimizer._variables if any(v is one for one in own)]
+    ids = optimizer._tracker.stored_ids["variables"]
+    ids.difference_update(map(id, optimizer._variables))
+    ids.update(map(id, kept))
+    optimizer._variables[:] = kept
+    optimizer._trainable_variables_indices = {}
+    optimizer.built = False

@@ -1,0 +1,268 @@
+"""Claims about layers that are frozen or unfrozen amid a run."""
+
+import numpy as np
+import pytest
+from quickest import JIT_COMPILE
+
+from accumtrainer import Accumulation, Every, Trainer
+from accumtrainer.callbacks import Checkpoint, Unfreeze
+from accumtrainer.keras_api import KERAS_NAME, keras, ops
+
+X = np.random.default_rng(0).normal(1.0, size=(24, 3)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+OPTIMIZERS = {
+    "SGD": {"learning_rate": 0.05, "momentum": 0.9, "nesterov": True},
+    "Adam": {"learning_rate": 0.02, "amsgrad": True},
+    "Nadam": {"learning_rate": 0.02},
+    "Adafactor": {"learning_rate": 0.02},
+    "AdamW": {"learning_rate": 0.02, "use_ema": True, "ema_momentum": 0.5},
+    "Lion": {"learning_rate": 0.01},
+    "RMSprop": {"learning_rate": 0.01, "centered": True, "momentum": 0.5},
+}
+
+
+def make_model():
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input([3]),
+            layers.Dense(4, "tanh", name="base"),
+            layers.BatchNormalization(name="statistics"),
+            layers.Dense(1, name="head"),
+        ],
+        name="model",
+    )
+
+
+def make_trainer(*, frozen=("base", "statistics"), optimizer="Adam", **options):
+    model = make_model()
+    for name in frozen:
+        model.get_layer(name).trainable = False
+    if isinstance(optimizer, str):
+        kind = getattr(keras.optimizers, optimizer)
+        optimizer = kind(**OPTIMIZERS[optimizer], name="one")
+    return Trainer(
+        model,
+        optimizer=optimizer,
+        loss="mse",
+        **(
+            {"accumulation": 2, "seed": 0, "jit_compile": JIT_COMPILE} | options
+        ),
+    )
+
+
+def fit(trainer, epochs=1, **options):
+    options = {"batch_size": 4, "verbose": 0, "shuffle": False} | options
+    return trainer.fit(X, Y, epochs=epochs, **options)
+
+
+def numbers(variables):
+    return {v.path: np.array(ops.convert_to_numpy(v)) for v in variables}
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for path, value in one.items():
+        np.testing.assert_array_equal(value, other[path], err_msg=path)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_optimizer_keeps_what_it_has_of_what_stays(name):
+    trainer = make_trainer(optimizer=name)
+    fit(trainer)
+    before = numbers(trainer.optimizer.variables)
+    iterations = int(ops.convert_to_numpy(trainer.optimizer.iterations))
+    trainer.model.get_layer("base").trainable = True
+    trainer.snapshot()
+    after = numbers(trainer.optimizer.variables)
+    assert int(ops.convert_to_numpy(trainer.optimizer.iterations)) == iterations
+    of_head = {path: v for path, v in before.items() if "head" in path}
+    assert of_head
+    for path, value in of_head.items():
+        np.testing.assert_array_equal(after[path], value, err_msg=path)
+    assert any("base" in path for path in after)
+
+
+def two_phases_by_hand(optimizer):
+    """Train by one Trainer, and go on by another with what the first had."""
+    first = make_trainer(optimizer=optimizer)
+    fit(first, epochs=2)
+    kind = getattr(keras.optimizers, optimizer)
+    second = make_trainer(
+        frozen=[], optimizer=kind(**OPTIMIZERS[optimizer], name="one")
+    )
+    second.model.set_weights(first.model.get_weights())
+    second.optimizer.build(second.model.trainable_variables)
+    before = numbers(first.optimizer.variables)
+    for variable in second.optimizer.variables:
+        if variable.path in before:
+            variable.assign(before[variable.path])
+    fit(second, epochs=2)
+    return second
+
+
+@pytest.mark.skipif(KERAS_NAME != "keras", reason="paths are Keras 3's")
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Lion"])
+def test_a_run_in_two_phases_is_as_if_written_by_hand(name):
+    trainer = make_trainer(optimizer=name)
+    fit(trainer, epochs=2)
+    for layer in trainer.model.layers:
+        layer.trainable = True
+    fit(trainer, epochs=2)
+    by_hand = two_phases_by_hand(name)
+    for one, other in zip(
+        trainer.model.get_weights(), by_hand.model.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("unit, n", [("epochs", 2), ("updates", 6)])
+def test_the_callback_does_what_two_fits_do(unit, n):
+    by_callback = make_trainer()
+    unfreeze = Unfreeze(Every(n, unit), ["base", "statistics"])
+    fit(by_callback, epochs=4, callbacks=[unfreeze])
+    by_hand = make_trainer()
+    fit(by_hand, epochs=2)
+    for name in ("base", "statistics"):
+        by_hand.model.get_layer(name).trainable = True
+    fit(by_hand, epochs=2)
+    assert_same(
+        numbers(by_callback.model.variables), numbers(by_hand.model.variables)
+    )
+
+
+def test_amid_an_epoch_its_means_go_on():
+    losses = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            losses.append(logs["loss"])
+
+    trainer = make_trainer()
+    unfreeze = Unfreeze(Every(1, "updates"), ["base"])
+    windows = []
+
+    class Windows(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            windows.append(trainer.window_logs["loss"])
+
+    history = fit(trainer, callbacks=[unfreeze, Watch(), Windows()]).history
+    np.testing.assert_allclose(history["loss"][-1], np.mean(windows), rtol=1e-5)
+
+
+def test_what_a_callback_of_the_user_unfreezes_is_noticed():
+    class ByHand(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.get_layer("base").trainable = epoch > 0
+
+    trainer = make_trainer()
+    before = numbers(trainer.model.get_layer("base").variables)
+    fit(trainer, epochs=1, callbacks=[ByHand()])
+    assert_same(numbers(trainer.model.get_layer("base").variables), before)
+    fit(trainer, epochs=2, callbacks=[ByHand()])
+    after = numbers(trainer.model.get_layer("base").variables)
+    assert any((after[path] != before[path]).any() for path in before)
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_runs_go_on_bit_for_bit_from_either_side(epochs, tmp_path):
+    def options():
+        unfreeze = Unfreeze(Every(2, "epochs"), ["base", "statistics"])
+        saving = Checkpoint(tmp_path, every=Every(1, "epochs"))
+        return {"callbacks": [unfreeze, saving]}
+
+    whole = make_trainer()
+    unfreeze = Unfreeze(Every(2, "epochs"), ["base", "statistics"])
+    fit(whole, epochs=4, callbacks=[unfreeze])
+    fit(make_trainer(), epochs=epochs, **options())
+    trainer = make_trainer()
+    fit(trainer, epochs=4, resume_from=tmp_path, **options())
+    assert trainer.progress.updates == whole.progress.updates
+    assert_same(
+        numbers(trainer.model.variables), numbers(whole.model.variables)
+    )
+
+
+def test_frozen_layers_stay_as_they_are():
+    trainer = make_trainer(frozen=[])
+    fit(trainer)
+    trainer.model.get_layer("base").trainable = False
+    before = numbers(trainer.model.get_layer("base").variables)
+    fit(trainer)
+    assert_same(numbers(trainer.model.get_layer("base").variables), before)
+
+
+@pytest.mark.skipif(KERAS_NAME != "keras", reason="Keras Core has no LoRA")
+def test_enabling_lora_is_like_unfreezing():
+    trainer = make_trainer(frozen=[])
+    fit(trainer)
+    layer = trainer.model.get_layer("base")
+    kernel = np.array(layer.kernel)
+    layer.enable_lora(2)
+    first = np.array(ops.convert_to_numpy(layer.lora_kernel_b))
+    fit(trainer)
+    assert (np.array(ops.convert_to_numpy(layer.lora_kernel_b)) != first).any()
+    np.testing.assert_array_equal(layer._kernel, kernel)
+
+
+def test_evaluating_in_between_needs_no_fit():
+    trainer = make_trainer(frozen=[])
+    fit(trainer)
+    before = trainer.evaluate(X, Y, verbose=0)
+    trainer.model.get_layer("base").trainable = False
+    assert trainer.evaluate(X, Y, verbose=0) == pytest.approx(before)
+    predicted = trainer.predict(X, verbose=0)
+    assert predicted.shape == (24, 1)
+
+
+def test_micro_batches_of_a_size_that_is_chosen_are_chosen_anew():
+    accumulation = Accumulation(
+        micro_batch_size="auto", memory_limit_bytes=2**40
+    )
+    trainer = make_trainer(accumulation=accumulation, jit_compile=True)
+    fit(trainer)
+    trainer.model.get_layer("base").trainable = True
+    fit(trainer)
+    assert trainer.progress.updates == 12
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((3, ["base"]), "at must be an Every"),
+        ((Every(1, "epochs"), []), "layers must name at least one"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        Unfreeze(*arguments)
+
+
+def test_an_unknown_layer_is_refused_before_training():
+    trainer = make_trainer()
+    with pytest.raises(ValueError, match="nowhere"):
+        fit(trainer, callbacks=[Unfreeze(Every(1, "epochs"), ["nowhere"])])
+    assert trainer.progress.updates == 0
+
+
+def test_members_of_several_optimizers_keep_what_is_theirs():
+    if not hasattr(keras.optimizers, "MultiOptimizer"):
+        pytest.skip("this version of Keras has no MultiOptimizer")
+    optimizers = keras.optimizers
+    optimizer = optimizers.MultiOptimizer(
+        optimizers.OptimizerMap(
+            optimizers.SGD(0.05, momentum=0.9, name="one"),
+            {".*head/.*": optimizers.Adam(0.02, name="two")},
+        )
+    )
+    trainer = make_trainer(optimizer=optimizer)
+    fit(trainer)
+    before = numbers(trainer.optimizer.variables)
+    trainer.model.get_layer("base").trainable = True
+    fit(trainer, epochs=1)
+    after = numbers(trainer.optimizer.variables)
+    momenta = [path for path in after if "base" in path and "momentum" in path]
+    assert momenta and set(before) < set(after)
+    assert list(before) == [p for p in after if p in before]
