@@ -145,11 +145,11 @@ def id_rules(model: Model, x: Nest) -> dict[tuple, IndexRule]:
 
 
 def _input_of(layer: Layer) -> Any:
-    """Return what a layer of a functional model was called with, or `None`."""
+    """Return what a layer of a functional model was called with."""
     try:
         return layer.input
     except AttributeError:
-        return None  # never, or several times, or not in such a model
+        return []  # never, or several times, or not in such a model
 
 
 def label_rules(model: Model, loss: Any, y: Nest) -> dict[tuple, IndexRule]:

@@ -372,3 +372,30 @@ def test_a_batch_that_cannot_be_used_is_named(rows):
 
 
 # Data that end early, late or never.
+
+
+class LooksUp(keras.Model):
+    """A model written as a class, of whose inputs only its code knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = keras.layers.Embedding(10, 2)
+        self.dense = keras.layers.Dense(3)
+
+    def call(self, inputs):
+        first = self.embedding(keras.ops.cast(inputs[:, 0] > 0, "int32"))
+        return self.dense(inputs) + self.dense(keras.ops.tile(first, (1, 2)))
+
+
+def test_numbers_for_a_model_written_as_a_class_are_taken_for_no_ids():
+    model = LooksUp()
+    inputs = np.random.default_rng(0).normal(size=[12, 4]).astype("float32")
+    model(inputs)
+    trainer = Trainer(
+        model,
+        optimizer="sgd",
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        run_eagerly=RUN_EAGERLY,
+    )
+    trainer.fit(inputs, LABELS, verbose=0, check_inputs=True)
+    assert trainer.progress.updates == 1
