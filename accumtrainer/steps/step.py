@@ -121,6 +121,9 @@ class Step:
         Returns:
             Triple: the loss without regularization; the gradients, float32;
             and the packed numbers of each micro-batch.
+
+        Raises:
+            DataError: see `Backend.check`.
         """
         function, calls, _ = self._stream(window, window.split())
         rows = [function(*call)[0] for call in calls]
@@ -130,7 +133,9 @@ class Step:
             return self._program.take_gradients(count, is_even)
 
         compiled = self.function(("take", is_even), take)
-        return (*compiled(self._constant(window.micro_batches)), rows)
+        loss, gradients = compiled(self._constant(window.micro_batches))
+        self._backend.check(lambda: False)
+        return loss, gradients, rows
 
     def peak_bytes(self, window: Window) -> int:
         """Predict the most memory of a device that a window takes.

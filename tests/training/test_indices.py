@@ -160,6 +160,39 @@ class Segments(Table):
         )
 
 
+class Asserted(Table):
+    def look_up(self, ids):
+        tf.debugging.assert_less(ids, 10)
+        return ops.take(self.table, ids % 10, axis=0)
+
+
+class AssertedInBranch(Asserted):
+    def look_up(self, ids):
+        def look_up():
+            return Asserted.look_up(self, ids)
+
+        return ops.cond(ops.sum(ids) > 0, look_up, look_up)
+
+
+class Single(Table):
+    def look_up(self, ids):
+        row = tf.convert_to_tensor(self.table)[tf.reduce_max(ids)]
+        return tf.ones_like(ids, "float32")[..., None] * row
+
+
+class Slice(Table):
+    def look_up(self, ids):
+        rows = ops.slice(self.table, [ops.max(ids), 0], (1, 4))
+        return tf.ones_like(ids, "float32")[..., None] * rows
+
+
+class Reversed(Table):
+    def look_up(self, ids):
+        looked_up = ops.take(self.table, ids % 10, axis=0)
+        lengths = tf.reduce_max(ids, axis=[1, 2]) - 5
+        return tf.reverse_sequence(looked_up, lengths, seq_axis=1)
+
+
 class Cell(Table):
     state_size = 4
 
@@ -179,6 +212,11 @@ class Cell(Table):
         OfVariable,
         Several,
         Segments,
+        Asserted,
+        AssertedInBranch,
+        Single,
+        Slice,
+        Reversed,
         lambda: layers.RNN(Cell(), return_sequences=True),
         lambda: layers.TimeDistributed(layers.Embedding(10, 4)),
     ],
@@ -189,6 +227,11 @@ class Cell(Table):
         "variable",
         "several",
         "segments",
+        "asserted",
+        "asserted in a branch",
+        "single",
+        "slice",
+        "reversed",
         "cell",
         "distributed",
     ],
@@ -216,6 +259,14 @@ def test_training_goes_on_with_good_data_after_a_refusal():
         trainer.fit(changed(IDS, 12), LABELS, batch_size=4, verbose=0)
     trainer.fit(IDS, LABELS, batch_size=4, verbose=0)
     assert trainer.progress.updates == 1
+
+
+def test_a_check_of_equivalence_refuses_them_too():
+    trainer = Trainer(
+        make_model(), optimizer="adam", loss=cross_entropy(), accumulation=2
+    )
+    with pytest.raises(DataError, match="embedding"):
+        trainer.check_equivalence((changed(IDS, 12), LABELS))
 
 
 def test_labels_to_be_ignored_are_not_refused():

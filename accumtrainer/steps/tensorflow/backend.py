@@ -358,8 +358,10 @@ class TensorFlowBackend(Backend):
             values: list[Tensor],
             carried: list[Tensor],
         ) -> tuple:
+            taken = take(index)
+            self._indices.pass_over(index.graph)
             with self.replicas.scope_of(values):
-                result, carried = body(index, take(index), carried)
+                result, carried = body(index, taken, carried)
                 values = [variable.value for variable in moving]
             arrays = [
                 array.write(index, leaf)

@@ -1,7 +1,8 @@
 """Indices that are outside of what they index, of which XLA does not tell.
 
 Without XLA, TensorFlow on a CPU refuses an id that an embedding has no row for,
-and a label that is no class. XLA takes another row, or makes a loss of NaN.
+and a label that is no class. XLA takes another row, or makes a loss of NaN. Nor
+does it run assertions.
 """
 
 import functools
@@ -34,6 +35,12 @@ POSITIONS = {
     "UnsortedSegmentSum": 1,
 }
 """The operations that index, and which of their inputs are the indices."""
+
+UNSEEN = {"Assert": 0, "ReverseSequence": 1, "Slice": 1, "StridedSlice": 1}
+"""Others that refuse values without XLA alone, and which of their inputs."""
+
+SINGLE = "shrink_axis_mask"
+"""The axes on which a slice takes a single number, bit by bit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +104,12 @@ class Indices:
         """
         operations = graph.get_operations()[self._looked_at.get(graph, 0) :]
         found = list(lookups(operations))
-        if calls_indexing(graph, operations) or (found and not can_keep):
+        is_unseen = any(map(is_unseen_by_xla, operations))
+        if (
+            is_unseen
+            or calls_indexing(graph, operations)
+            or (found and not can_keep)
+        ):
             self._leave_xla()
         if found and can_keep:
             first = len(self._operations) + 1
@@ -110,6 +122,10 @@ class Indices:
             ]
             number = functools.reduce(tf.maximum, numbers)
             self._outside.assign(tf.maximum(self._outside.read_value(), number))
+        self.pass_over(graph)
+
+    def pass_over(self, graph: Any) -> None:
+        """Leave out what a graph holds by now."""
         self._looked_at[graph] = len(graph.get_operations())
 
     def accept(self, is_finite: Tensor) -> Tensor:
@@ -154,6 +170,23 @@ def lookups(operations: list[Any]) -> Iterator[Lookup]:
             )
 
 
+def is_unseen_by_xla(operation: Any) -> bool:
+    """Tell whether an operation refuses values of which XLA takes any."""
+    position = UNSEEN.get(operation.type)
+    if position is None:
+        return False
+    value = tf.get_static_value(operation.inputs[position], partial=True)
+    if operation.type != "StridedSlice":
+        return value is None or any(part is None for part in np.ravel(value))
+    # Of those it refuses single numbers alone, and cuts ranges off.
+    single = operation.get_attr(SINGLE)
+    if value is None:
+        return single != 0
+    return any(
+        part is None and single >> axis & 1 for axis, part in enumerate(value)
+    )
+
+
 def _size(operation: Any, indices: Tensor) -> np.ndarray | Tensor:
     """Say how many there are to choose from; see `Lookup`."""
     kind, inputs = operation.type, operation.inputs
@@ -182,7 +215,7 @@ def _shape_of(tensor: Tensor) -> Any:
 
 
 def calls_indexing(graph: Any, operations: list[Any]) -> bool:
-    """Tell whether operations call functions that look something up.
+    """Tell whether operations call functions that look something up or check.
 
     What these are given can be looked at only in themselves. Where all
     indices are constant they look nothing up.
@@ -198,8 +231,10 @@ def calls_indexing(graph: Any, operations: list[Any]) -> bool:
             node.name for node in function.node_def if node.op == "Const"
         }
         for node in function.node_def:
-            position = POSITIONS.get(node.op)
+            position = POSITIONS.get(node.op, UNSEEN.get(node.op))
             if position is None:
+                continue
+            if node.op == "StridedSlice" and not node.attr[SINGLE].i:
                 continue
             if node.input[position].split(":")[0] not in constants:
                 return True
