@@ -55,6 +55,12 @@ MANY_SHAPES_XLA = (
     "alone, and TensorFlow runs those that come later without it."
 )
 
+WITHOUT_XLA = (
+    "XLA cannot compile what windows compute, and they run without it, as "
+    "Keras's own do on a CPU. It says: {error}. Trainer(jit_compile=False) "
+    "begins without it."
+)
+
 NON_FINITE = (
     "gradients were not finite in {count} windows in a row after update "
     "{update}, more than max_consecutive_skips={limit}. The weights are those "

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ import numpy as np
 import optree
 import tensorflow as tf
 
+from accumtrainer import errors
 from accumtrainer.data.batches import ALIGNMENT, empty_for_device
 from accumtrainer.keras_api.types import Nest, Tensor
 from accumtrainer.steps.tensorflow.replicas import outside_of_strategies
@@ -45,6 +47,19 @@ class XlaShapes:
     def close(self) -> None:
         """Admit nothing more, unless all were to be admitted."""
         self._is_closed = self._may_close
+
+    def close_for(self, error: Exception) -> bool:
+        """Admit nothing more after an error, and tell whether that is so.
+
+        XLA compiles a program before it runs any of it, and refuses what it
+        has no operation for, or no size known beforehand: Python functions,
+        tables of words, loops that nothing bounds. Keras on a CPU asks for no
+        XLA. If XLA is not to blame the same comes up again without it.
+        """
+        self.close()
+        return self._is_closed and not isinstance(
+            error, tf.errors.ResourceExhaustedError
+        )
 
     def admit(self, kind: str, leaves: list[Any]) -> bool:
         """Decide whether XLA compiles a function for what it is given.
@@ -157,9 +172,27 @@ class Compiled:
                 program = self._trace(leaves, treedef, uses_xla)
                 if uses_xla and not self._uses_xla(leaves, treedef):
                     # Tracing has shown something that XLA would not tell of.
-                    program = self._trace(leaves, treedef, uses_xla=False)
+                    uses_xla = False
+                    program = self._trace(leaves, treedef, uses_xla)
                 self._programs[key] = program
+                if uses_xla:
+                    return self._run_first(key, leaves, treedef)
             return program(*map(self._to_tensor, leaves))
+
+    def _run_first(self, key: tuple, leaves: list[Any], treedef: Any) -> Nest:
+        """Run a program for XLA, or where it cannot compile it one without."""
+        tensors = [self._to_tensor(leaf) for leaf in leaves]
+        try:
+            return self._programs[key](*tensors)
+        except tf.errors.OpError as error:
+            if not self._shapes.close_for(error):
+                raise
+            refusal = str(error.message).split("\n")[0]
+        program = self._trace(leaves, treedef, uses_xla=False)
+        self._programs[key] = program
+        result = program(*tensors)
+        warnings.warn(errors.WITHOUT_XLA.format(error=refusal), stacklevel=2)
+        return result
 
     def _uses_xla(self, leaves: list[Any], treedef: Any) -> bool:
         if not self._jit_compile:
