@@ -178,7 +178,8 @@ def groups(
         tail: what becomes of what is left at the end.
 
     Raises:
-        DataError: the source yields nothing, or `tail="drop"` drops it all.
+        NothingLeftError: the source yields nothing, or `tail="drop"` drops it
+            all.
     """
     carried, steps = position.carried, 0
     waiting = tuple(carried)
@@ -189,14 +190,15 @@ def groups(
         carried.append(item)
         if len(carried) >= steps:
             yield position.take_group()
-    if tail == "drop" and not position.windows:
-        raise errors.DataError(
-            errors.EVERYTHING_DROPPED.format(
-                epoch=position.epoch, batches=len(carried), steps=steps
-            )
-        )
     if tail == "drop":
+        dropped = len(carried)
         carried.clear()
+        if not position.windows:
+            raise errors.NothingLeftError(
+                errors.EVERYTHING_DROPPED.format(
+                    epoch=position.epoch, batches=dropped, steps=steps
+                )
+            )
     if carried and tail == "flush":
         yield position.take_group()
 

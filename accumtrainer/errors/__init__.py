@@ -17,7 +17,7 @@ class DataError(RuntimeError):
 
 
 class NothingLeftError(DataError):
-    """A data source has nothing for an epoch, not even a first batch."""
+    """A data source has nothing for an epoch, not even a first window."""
 
 
 class CheckpointError(RuntimeError):

@@ -272,8 +272,8 @@ class FitLoop:
     def _groups(self, position: Position) -> Iterator[tuple[Any, ...]]:
         """Yield the loader items of each window of the rest of an epoch.
 
-        The first epoch must have some; a later one that has none ends the
-        training.
+        The first epoch must have some; a later one that has no data at all
+        ends the training, and one whose tail is all it has has no windows.
         """
         accumulation, epoch = self._accumulation, position.epoch
         is_last = epoch + 1 >= self._options.last_epoch

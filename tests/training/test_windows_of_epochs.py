@@ -7,12 +7,14 @@ from linear import (
     Y,
     assert_same_weights,
     fit,
+    generate,
     make_trainer,
     many_shapes,
     weights_of,
 )
 
-from accumtrainer import Accumulation, Callback
+from accumtrainer import Accumulation, Callback, Every, NonFiniteError
+from accumtrainer.callbacks import Checkpoint
 from accumtrainer.keras_api import keras
 
 pytestmark = pytest.mark.usefixtures("without_xla")
@@ -161,6 +163,17 @@ def test_carried_tail_is_applied_where_the_data_run_out():
     assert (carried.progress.samples, carried.progress.updates) == (24, 3)
 
 
+def test_carried_tail_counts_among_bad_windows():
+    carried, _ = make_trainer(
+        accumulation=Accumulation(steps=4, tail="carry"),
+        max_consecutive_skips=1,
+    )
+    bad = np.full_like(X[:10], np.nan)
+    with pytest.raises(NonFiniteError):
+        fit(carried, bad, Y[:10], epochs=9, callbacks=[StopAfter(0)])
+    assert carried.progress.skipped_updates == 2
+
+
 def test_best_weights_are_restored_after_a_carried_tail():
     best = []
 
@@ -183,6 +196,29 @@ def test_last_allowed_update_leaves_a_tail_alone():
     carried, _ = make_trainer(accumulation=Accumulation(steps=4, tail="carry"))
     fit(carried, X[:10], Y[:10], max_updates=2)
     assert carried.progress.updates == 2
+
+
+@pytest.mark.parametrize(("limit", "updates"), [(1, 1), (2, 2), (None, 2)])
+def test_run_that_goes_on_leaves_a_carried_tail_alone_beyond_its_limit(
+    limit, updates, tmp_path
+):
+    """What was saved is an update of 4 batches, and a batch carried on."""
+
+    def make():
+        return make_trainer(accumulation=Accumulation(steps=4, tail="carry"))[0]
+
+    saving = [Checkpoint(tmp_path, Every(1, "epochs")), StopAfter(0)]
+    fit(make(), X[:10], Y[:10], epochs=9, callbacks=saving)
+    resumed = make()
+    fit(
+        resumed,
+        X[:10],
+        Y[:10],
+        epochs=9,
+        max_updates=limit,
+        resume_from=tmp_path,
+    )
+    assert resumed.progress.updates == updates
 
 
 def test_epoch_too_short_for_an_update_carries_everything(capsys):
@@ -211,6 +247,32 @@ def test_dropped_tail_changes_nothing():
     fit(shorter, X[:8], Y[:8], shuffle=False)
     assert dropped.progress.updates == 1
     assert_same_weights(dropped.model, shorter.model)
+
+
+@pytest.mark.parametrize(
+    ("make", "epochs"),
+    [
+        pytest.param(lambda: (X, Y), 4, id="arrays"),
+        pytest.param(lambda: (generate(),), 2, id="generator"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_later_epoch_too_short_for_an_update_drops_everything(make, epochs):
+    """Of 12 batches a pass one epoch has 10, and the next one 2."""
+    dropped, _ = make_trainer(accumulation=Accumulation(steps=5, tail="drop"))
+    history = dropped.fit(
+        *make(),
+        batch_size=2 if len(make()) == 2 else None,
+        steps_per_epoch=10,
+        epochs=4,
+        shuffle=False,
+        verbose=0,
+    )
+    assert history.epoch == list(range(epochs))
+    assert history.history["updates"] == [2, 4][: epochs // 2]
+    plain, _ = make_trainer(accumulation=5)
+    fit(plain, X[:20], Y[:20], epochs=epochs // 2, shuffle=False)
+    assert_same_weights(dropped.model, plain.model)
 
 
 def test_loader_batch_is_one_update_when_it_is_sliced():
