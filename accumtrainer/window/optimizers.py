@@ -99,8 +99,11 @@ class Optimizers:
                 norm, _ = finite_norm(
                     self._of(member, gradients), self._backend
                 )
+            # Not the limit at once, as the quotient might be too small for
+            # float32.
             limit = member.optimizer.global_clipnorm
-            factor = ops.where(norm > MOST_TO_SQUARE, limit / norm, 1.0)
+            enough = max(limit, 1e-2 * MOST_TO_SQUARE)
+            factor = ops.where(norm > MOST_TO_SQUARE, enough / norm, 1.0)
             gradients = self._gradients.times(
                 factor, gradients, member.positions
             )

@@ -70,6 +70,15 @@ def test_units_of_zeros_have_a_bound_of_their_own():
     np.testing.assert_allclose(norms, 0.1 * 0.01, rtol=1e-5)
 
 
+@pytest.mark.parametrize("size", [1e20, 3e38])
+def test_finite_gradients_of_infinite_square_are_clipped(size):
+    weights = np.array([[3.0, 0.0], [4.0, 0.0]], "float32")
+    gradient = np.full([2, 2], size, "float32")
+    (clipped,) = adaptive_clip([gradient], [weights], clipping=0.1, eps=0.01)
+    each = np.array([0.1 * 5.0, 0.1 * 0.01]) / np.sqrt(2)
+    np.testing.assert_allclose(numbers(clipped), [each, each], rtol=1e-5)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_stays_so(value):
     gradient = np.array([[value, 1.0], [1.0, 1.0]], "float32")
