@@ -17,6 +17,7 @@ from accumtrainer.window.gradients import Uses, join_uses
 from accumtrainer.window.passes import Cached
 from accumtrainer.window.program import Outcome, WindowProgram
 from accumtrainer.window.replicas import join_parts, share_out
+from accumtrainer.window.survey import kind_of
 
 
 class Step:
@@ -302,6 +303,7 @@ class EvaluationStep:
         self._program = program
         self._backend = backend
         self._reading: dict[Hashable, Compiled] = {}
+        self._predicted: set[Hashable] = set()
 
         def compiled(function: Callable[..., Any]) -> Compiled:
             return backend.compile(function, program, jit_compile=jit_compile)
@@ -312,8 +314,12 @@ class EvaluationStep:
 
     def predict(self, batch: Batch) -> Nest:
         """Compute the predictions of a batch."""
-        with self._backend.replicas.scope():
-            self._program.build_model(batch)
+        kind = kind_of(batch)
+        if kind not in self._predicted:
+            self._backend.write_back()
+            with self._backend.replicas.scope():
+                self._program.look_at_prediction(batch)
+            self._predicted.add(kind)
         return self._predict_batch(self._backend.replicas.spread(batch))
 
     def run(self, batch: Batch, loader_samples: int, *, is_first: bool) -> None:

@@ -63,7 +63,7 @@ class EvaluationProgram:
         with book.surveying() as reductions, Scratch(known) as scope:
             self._parts.backend.trace(self._survey, batch)
             idle = idle_metrics(self._model, scope)
-        self._captured += scope.others_read.values()
+        self._capture(scope)
         running = RunningSums(
             losses=len(self.losses),
             reductions=reductions,
@@ -77,6 +77,19 @@ class EvaluationProgram:
             return
         with Scratch([]):
             self._parts.backend.trace(self._hooks.predict_step, batch)
+
+    def look_at_prediction(self, batch: Batch) -> None:
+        """Learn from one batch what predictions read beside the model.
+
+        A random state that belongs to nobody is among it.
+        """
+        self.build_model(batch)
+        with Scratch(self._parts.variables) as scope:
+            self._parts.backend.trace(self._hooks.predict_step, batch)
+        self._capture(scope)
+
+    def _capture(self, scope: Scratch) -> None:
+        self._captured = unique([*self._captured, *scope.others_read.values()])
 
     def _survey(self, batch: Batch) -> Tensor:
         with collect_logs(self._hooks):

@@ -145,6 +145,21 @@ def test_after_apply_does_not_run_for_a_skipped_window():
     assert float(numbers(trainer.count)) == 1.0
 
 
+def test_variable_that_only_predictions_read_is_current():
+    temperature = keras.Variable(1.0, trainable=False)
+
+    class Cooled(Trainer):
+        def predict_step(self, batch):
+            return temperature * self.model(batch.x)
+
+    trainer, _ = make_trainer(Cooled)
+    before = trainer.predict(X, verbose=0)
+    temperature.assign(3.0)
+    np.testing.assert_allclose(
+        trainer.predict(X, verbose=0), 3 * before, rtol=1e-5
+    )
+
+
 def test_tracking_after_training_has_begun_is_refused():
     trainer, _ = make_trainer()
     fit(trainer)

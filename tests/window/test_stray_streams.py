@@ -103,6 +103,26 @@ def test_layer_outside_the_model_draws_inside_fit():
     assert seed_of(augment)[1] == 4
 
 
+@pytest.mark.parametrize("method", ["predict", "evaluate"])
+def test_generator_outside_the_model_goes_on_without_training(method):
+    class Noisy(keras.Model):
+        def call(self, x):
+            return x + keras.random.normal(ops.shape(x), seed=generator)
+
+    generator = keras.random.SeedGenerator(5)
+    trainer = make_trainer(Noisy())
+    data = (X,) if method == "predict" else (X, X)
+    answers = [
+        np.array(getattr(trainer, method)(*data, batch_size=4, verbose=0))
+        for _ in range(2)
+    ]
+    assert ops.convert_to_numpy(generator.state)[1] == 8
+    assert np.all(answers[0] != answers[1])
+    if method == "predict":  # every batch has noise of its own
+        noise = (answers[0] - X).reshape(4, -1)
+        assert np.all(noise[0] != noise[1])
+
+
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_run_with_a_layer_outside_the_model_goes_on_bit_for_bit(
     tmp_path, has_begun
