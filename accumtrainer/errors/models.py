@@ -119,6 +119,12 @@ LOGGED_TWICE = (
     "reduce. Received: {name!r} again. Give the second value its own name."
 )
 
+LOG_NAME_TAKEN = (
+    "self.log must be given a name of its own, as one of two values of a name "
+    "would not be seen. Received: {name!r}, under which a loss or a metric is "
+    "logged. Choose another name."
+)
+
 WRONG_STRUCTURE = "{hook} must return {rule}. Received: {received}."
 
 UNSUPPORTED_BACKEND = (

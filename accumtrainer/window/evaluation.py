@@ -20,7 +20,7 @@ from accumtrainer.window.objective import (
 )
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.state import RunningSums, Scratch
-from accumtrainer.window.survey import kind_of
+from accumtrainer.window.survey import check_log_names, kind_of
 from accumtrainer.window.weighing import where_sum, window_means
 
 
@@ -63,6 +63,7 @@ class EvaluationProgram:
         with book.surveying() as reductions, Scratch(known) as scope:
             self._parts.backend.trace(self._survey, batch)
             idle = idle_metrics(self._model, scope)
+        check_log_names(self._parts, self.losses, idle, reductions, batch)
         self._capture(scope)
         running = RunningSums(
             losses=len(self.losses),

@@ -1,6 +1,6 @@
 """What one micro-batch tells about windows of its kind, before one runs."""
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from accumtrainer.window.objective import (
     idle_metrics,
     is_random_state,
     metric_variables,
+    results,
     total_loss,
 )
 from accumtrainer.window.parts import WindowParts
@@ -159,7 +160,43 @@ def take_survey(parts: WindowParts, passes: Passes, batch: Batch) -> Survey:
             others_written=list(scope.others_written.values()),
             **seen,
         )
+    check_log_names(parts, survey.losses, idle, reductions, batch)
     return survey
+
+
+def check_log_names(
+    parts: WindowParts,
+    losses: list[WeightedLoss],
+    idle: list[Metric],
+    names: Collection[str],
+    batch: Batch,
+) -> None:
+    """Refuse what hooks log under the name of a loss or a metric.
+
+    Args:
+        losses: of which only the names count.
+        idle: the model's metrics that nobody updates.
+        names: what hooks log.
+        batch: arrays, one micro-batch.
+
+    Raises:
+        ValueError: a name is taken.
+    """
+    taken: set[str] = set()
+
+    def read(batch: Batch) -> Tensor:
+        del batch
+        nothing = ops.zeros((), "float32")
+        means = ops.zeros([len(losses)], "float32")
+        taken.update(results(parts.model, losses, nothing, means, idle))
+        return nothing
+
+    if names:
+        with Scratch(parts.variables):
+            parts.backend.trace(read, batch)
+    for name in names:
+        if name in taken:
+            raise ValueError(errors.LOG_NAME_TAKEN.format(name=name))
 
 
 def _written(

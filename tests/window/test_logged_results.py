@@ -76,6 +76,50 @@ class Errors(keras.metrics.Metric):
         return {"z": total, "a": 2.0 * total, "both": total * ops.ones([2])}
 
 
+class Logs(Trainer):
+    """Logs a value under a name."""
+
+    def __init__(self, *arguments, name, **options):
+        super().__init__(*arguments, **options)
+        self._name = name
+
+    def compute_loss(self, batch, info):
+        self.log(self._name, ops.mean(batch.x))
+        return super().compute_loss(batch, info)
+
+
+def run_with_log(name, run):
+    """Train or evaluate with metrics `"a_mae"`, and `"z"` and others of b."""
+    x = keras.Input([3])
+    heads = {key: layers.Dense(1, name=key)(x) for key in ("a", "b")}
+    trainer = Logs(
+        keras.Model(x, heads),
+        optimizer="sgd",
+        loss={"a": "mse", "b": "mse"},
+        metrics={"a": ["mae"], "b": [Errors()]},
+        accumulation=TWO,
+        name=name,
+        **QUICKEST,
+    )
+    y = {"a": Y, "b": Y}
+    getattr(trainer, run)(X, y, batch_size=8, verbose=0)
+
+
+@keras_3_only("logs such metrics in another way")
+@pytest.mark.parametrize("name", ["loss", "a_loss", "a_mae", "z"])
+@pytest.mark.parametrize("run", ["fit", "evaluate"])
+def test_hook_that_logs_under_the_name_of_a_loss_or_metric_is_refused(
+    run, name
+):
+    with pytest.raises(ValueError, match=f"of its own.*Received: {name!r}"):
+        run_with_log(name, run)
+
+
+def test_hook_may_log_under_a_name_that_is_only_like_that_of_a_metric():
+    for run in ("fit", "evaluate"):
+        run_with_log("mae", run)
+
+
 def run_keras(model, **options):
     model.compile("sgd", "mse", metrics=[Errors()], run_eagerly=RUN_EAGERLY)
     return model, model.fit(X, Y, batch_size=8, **options)
