@@ -8,6 +8,7 @@ compiles it in its own way: what it has settled then is known only afterwards.
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -142,7 +143,7 @@ def check_devices(
     backend = make_backend(model=trainer.model)
     check_replicas(trainer, trainer.model, backend.replicas.count, run_eagerly)
     check_memory(accumulation, backend, run_eagerly)
-    return draw_seed(backend) if seed is None else seed
+    return draw_seed(backend) if seed is None else int(seed)
 
 
 def compile_by_itself(
@@ -373,7 +374,7 @@ def check_options(
 
 
 def _check_whole(name: str, value: Any, remedy: str, *, minimum: int) -> None:
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_whole or value < minimum:
         raise ValueError(
             f"{name} must be a whole number of at least {minimum}, or None. "

@@ -218,12 +218,12 @@ class Engine:
         self._measures_gradients = measures_gradients
         is_first = self._program is None
         with self.replicas.scope():
+            jit_compile = compile_option(
+                micro_batch,
+                self._jit_compile if is_first else self._plan.jit_compile,
+                has_own_loss=has_own_loss(self._hooks),
+            )
             if is_first:
-                jit_compile = compile_option(
-                    micro_batch,
-                    self._jit_compile,
-                    has_own_loss=has_own_loss(self._hooks),
-                )
                 self._evaluator.build_model(Batch(micro_batch.x))
                 warn_of_nothing_to_train(self._model)
             if self._sizing.is_undecided:

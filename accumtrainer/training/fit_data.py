@@ -69,7 +69,9 @@ class FitData:
         else:
             sets = recognize_sets(self.validation_data)
         first, steps, shuffle = self.overfit_batches, None, False
-        if not first:
+        if first:
+            first = limited("overfit_batches", first, "max_steps_per_epoch")
+        else:
             shuffle = self.shuffle
             steps = limited(
                 "steps_per_epoch", self.steps_per_epoch, "max_steps_per_epoch"

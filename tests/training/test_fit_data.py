@@ -213,3 +213,25 @@ def test_shuffling_depends_on_the_seed_alone():
         ends.append(weights_of(trainer.model)[0])
     np.testing.assert_array_equal(ends[0], ends[1])
     assert np.any(ends[0] != ends[2])
+
+
+@pytest.mark.parametrize("seed", [2**32 - 1, 2**32, 2**40 + 1, 2**70])
+def test_seeds_may_be_of_any_size(seed):
+    ends = []
+    for own in (seed, seed, seed + 1):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential(
+            [keras.Input([3]), keras.layers.GaussianNoise(1.0)]
+        )
+        model.add(keras.layers.Dense(1))
+        trainer, _ = make_trainer(model, seed=own)
+        fit(trainer)
+        ends.append(weights_of(trainer.model)[0])
+    np.testing.assert_array_equal(ends[0], ends[1])
+    assert np.any(ends[0] != ends[2])
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint32])
+def test_seeds_may_be_of_numpy_s_kinds(kind):
+    trainer, _ = make_trainer(seed=kind(5))
+    assert (trainer.seed, type(trainer.seed)) == (5, int)
