@@ -139,3 +139,16 @@ def test_backup_and_restore_of_a_finished_training_leaves_nothing(tmp_path):
     trainer, history = fit(backup(), epochs=2)
     assert history.epoch == []
     assert trainer.progress.updates == 0
+
+
+def test_epoch_at_which_a_fit_of_keras_went_on_is_none_of_a_trainer_s(tmp_path):
+    model = make_model()
+    model.compile("sgd", "mse")
+    for epochs in (2, 3):
+        backup = keras.callbacks.BackupAndRestore(
+            tmp_path, delete_checkpoint=False
+        )
+        history = model.fit(X, Y, epochs=epochs, verbose=0, callbacks=[backup])
+    assert history.epoch == [2]
+    _, history = fit(trainer=Trainer(model), epochs=2)
+    assert history.epoch == [0, 1]
