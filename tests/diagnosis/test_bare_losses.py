@@ -139,6 +139,13 @@ ORIGINS = {
         lambda: (make_model(Sampling(name="draw")), "mse"),
         "add_loss of draw (Sampling)",
     ),
+    "add_loss beside activity": (
+        lambda: (
+            make_model(Sampling(name="draw", activity_regularizer="l2")),
+            "mse",
+        ),
+        "add_loss of draw (Sampling)",
+    ),
     "add_loss inside": (
         lambda: (make_model(keras.Sequential([Sampling(name="in")])), "mse"),
         "add_loss of in (Sampling)",

@@ -75,9 +75,12 @@ class OwnTrainFunction(keras.Model):
         return super().make_train_function(force)
 
 
-class OwnTestStep(keras.Model):
+class OwnOtherSteps(keras.Model):
     def test_step(self, *arguments):
         return super().test_step(*arguments)
+
+    def predict_step(self, *arguments):
+        return super().predict_step(*arguments)
 
 
 def subclassed(cls):
@@ -95,8 +98,8 @@ def test_models_that_train_themselves_are_refused(cls, name):
         subclassed(cls).fit(X, Y, callbacks=[GradientAccumulation(2)], **ORDER)
 
 
-def test_model_may_evaluate_by_itself():
-    model = subclassed(OwnTestStep)
+def test_model_may_evaluate_and_predict_by_itself():
+    model = subclassed(OwnOtherSteps)
     options = {"validation_data": (X, Y)}
     callbacks = [GradientAccumulation(2)]
     history = model.fit(X, Y, callbacks=callbacks, **ORDER | options)
