@@ -1,7 +1,7 @@
 """Freezes or unfreezes layers amid a run."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from accumtrainer import Callback, Every
 
@@ -75,7 +75,8 @@ class Unfreeze(Callback):
         return {"is_done": self._is_done}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        if state["is_done"]:
+        self._is_done = state["is_done"]
+        if self._is_done:
             self._act()
 
     def _act_if_due(self) -> None:
@@ -84,7 +85,7 @@ class Unfreeze(Callback):
         self._act()
 
     def _has_come(self) -> bool:
-        unit: Literal["updates"] | str = self.at.unit
+        unit = self.at.unit
         progress = self.trainer.progress_at_most
         if unit == "updates" and progress.updates >= self.at.n:
             progress = self.trainer.progress  # without what was skipped
