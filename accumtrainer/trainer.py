@@ -321,6 +321,7 @@ class Trainer(Answers):
             engine.replicas,
             seed=self.seed,
             epochs_before=epochs_before,
+            preprocessing=self._preprocessing,
         )
         dispatcher = self._dispatcher(
             callbacks,
@@ -445,7 +446,9 @@ class Trainer(Answers):
         """
         engine = self._engine
         engine.follow_model()
-        window = self._cut(OnePiece(x, y, sample_weight, class_weight))
+        window = self._cut(
+            OnePiece(x, y, sample_weight, class_weight, self._preprocessing)
+        )
         engine.prepare(window)
         engine.start_epoch(self.progress_at_most.epochs)
         with Interruption().deferred() as interruption:

@@ -14,9 +14,11 @@ from accumtrainer.data.batches import (
     map_leaves,
     slice_sizes,
     take_rows,
+    window_of_batches,
     window_of_rows,
 )
 from accumtrainer.data.position import Position
+from accumtrainer.data.preprocessing import Preprocessing
 from accumtrainer.data.reading import weigh_classes
 from accumtrainer.data.source import (
     DEFAULT_BATCH_SIZE,
@@ -43,6 +45,7 @@ class ArraySource(Source):
         data: every leaf has one row per sample. A single array of weights
             beside several outputs holds for each of them.
         options: how batches are taken.
+        preprocessing: what makes of them what the model takes, if anything.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -53,14 +56,18 @@ class ArraySource(Source):
     orders_epochs = True
     batch_size: int
 
-    def __init__(self, data: Batch, options: SourceOptions):
+    def __init__(
+        self,
+        data: Batch,
+        options: SourceOptions,
+        preprocessing: Preprocessing | None = None,
+    ):
         options.check_order()
         samples = count_samples(data)
-        if options.class_weight is not None:
-            data = weigh_classes(data, options.class_weight)
-        self._data = _spread_sample_weight(data)
         self._samples = samples
         self._options = options
+        self._preprocessing = preprocessing
+        self._data = data if preprocessing else self._weighed(data)
         self._epochs_before = options.epochs_before
         steps, batch_size = options.steps, options.batch_size
         if batch_size is None:
@@ -122,6 +129,10 @@ class ArraySource(Source):
         self, items: Sequence[np.ndarray], micro_batch_size: int | None
     ) -> Window:
         """Gather all rows of a window at once."""
+        if self._preprocessing is not None:
+            made = [self._preprocessing(self._gather(item)) for item in items]
+            batches = list(map(self._weighed, made))
+            return window_of_batches(batches, micro_batch_size)
         sizes = tuple(len(item) for item in items)
         if micro_batch_size is not None:
             (size,) = sizes
@@ -131,6 +142,12 @@ class ArraySource(Source):
             table = rows.reshape(len(sizes), sizes[0])
             return Window(self._gather(table), None, sizes)
         return window_of_rows(self._gather(rows), sizes)
+
+    def _weighed(self, data: Batch) -> Batch:
+        """Give every output the weights of its samples."""
+        if self._options.class_weight is not None:
+            data = weigh_classes(data, self._options.class_weight)
+        return _spread_sample_weight(data)
 
     def _gather(self, rows: np.ndarray) -> Batch:
         return map_leaves(lambda leaf: take_rows(leaf, rows), self._data)

@@ -18,6 +18,7 @@ from accumtrainer.data.batches import (
     window_of_batches,
 )
 from accumtrainer.data.position import Position, fingerprint
+from accumtrainer.data.preprocessing import Preprocessing
 from accumtrainer.data.reading import unpack, weigh_classes
 from accumtrainer.data.source import (
     Source,
@@ -57,6 +58,7 @@ class PyDatasetSource(Source):
         dataset: the `keras.utils.PyDataset`; infinite when it has no length,
             and then never shuffled.
         options: how batches are taken.
+        preprocessing: what makes of them what the model takes, if anything.
 
     Raises:
         ValueError: the dataset asks for processes, or is empty.
@@ -64,7 +66,12 @@ class PyDatasetSource(Source):
 
     orders_epochs = True
 
-    def __init__(self, dataset: Any, options: SourceOptions):
+    def __init__(
+        self,
+        dataset: Any,
+        options: SourceOptions,
+        preprocessing: Preprocessing | None = None,
+    ):
         options.check_order()
         if dataset.use_multiprocessing:
             raise ValueError(
@@ -81,7 +88,7 @@ class PyDatasetSource(Source):
             )
         self._dataset = dataset
         self._options = options
-        self._reader = _Reader(options.class_weight)
+        self._reader = _Reader(options.class_weight, preprocessing)
         self._steps = steps
         self._epochs_before = options.epochs_before
         self._epochs_begun = 0
@@ -219,12 +226,18 @@ class IterableSource(Source):
         iterable: yields batches: a `tf.data.Dataset`, a torch `DataLoader`, a
             list of tuples, a generator.
         options: how batches are taken.
+        preprocessing: what makes of them what the model takes, if anything.
 
     Raises:
         ValueError: the iterable has length 0.
     """
 
-    def __init__(self, iterable: Iterable[Any], options: SourceOptions):
+    def __init__(
+        self,
+        iterable: Iterable[Any],
+        options: SourceOptions,
+        preprocessing: Preprocessing | None = None,
+    ):
         options.check_steps()
         length, steps = _length(iterable), options.steps
         if length == 0:
@@ -233,7 +246,7 @@ class IterableSource(Source):
                 f"{type(iterable).__name__} of length 0. Check how it was made."
             )
         self._iterable = iterable
-        self._reader = _Reader(options.class_weight)
+        self._reader = _Reader(options.class_weight, preprocessing)
         self._steps = steps
         self.is_endless = steps is None and _is_endless(iterable)
         self._iterator: Iterator[Any] | None = None
@@ -392,15 +405,21 @@ class _Reader:
 
     Args:
         class_weight: by class, which then weighs the samples.
+        preprocessing: what makes of them what the model takes, if anything.
     """
 
-    def __init__(self, class_weight: dict[int, float] | None):
+    def __init__(
+        self,
+        class_weight: dict[int, float] | None,
+        preprocessing: Preprocessing | None,
+    ):
         self._class_weight = class_weight
+        self._unpack = preprocessing or unpack
         self._axes: dict[tuple, int] | None = None
 
     def batch_of(self, item: Any) -> Batch:
         """Read an item as a `Batch`, of arrays that stay as they are."""
-        return self._weigh(unpack(item))
+        return self._weigh(self._unpack(item))
 
     def _weigh(self, batch: Batch) -> Batch:
         if self._class_weight is None:
@@ -419,7 +438,7 @@ class _Reader:
             DataError: it has no samples, not as many in every array, or
                 other parts than the first item.
         """
-        batch = unpack(item)
+        batch = self._unpack(item)
         arrays = {
             (field, path): array
             for field, part in zip(Batch._fields, batch, strict=True)

@@ -6,7 +6,7 @@ it goes down, and nobody asks again. A source knows nothing about updates;
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from numbers import Real
@@ -25,6 +25,7 @@ from accumtrainer.data.batches import (
 )
 from accumtrainer.data.loaders import IterableSource, PyDatasetSource
 from accumtrainer.data.position import Position
+from accumtrainer.data.preprocessing import Preprocessing, as_columns
 from accumtrainer.data.processes import Processes, ShardSource
 from accumtrainer.data.reading import as_arrays, refuse_sparse
 from accumtrainer.data.source import Source, SourceOptions, check_ends
@@ -45,13 +46,15 @@ class Arrays:
 
     Args:
         batch: all of them, NumPy arrays.
+        preprocessing: what makes of them what the model takes.
     """
 
     batch: Batch
+    preprocessing: Preprocessing | None = None
 
     def source(self, options: SourceOptions) -> Source:
         """Make the source that cuts batches from them."""
-        return ArraySource(self.batch, options)
+        return ArraySource(self.batch, options, self.preprocessing)
 
     def split(self, fraction: float) -> tuple["Arrays", "Arrays"]:
         """Split them so that the last part, in given order, is for validation.
@@ -87,9 +90,12 @@ class Arrays:
                 "more data or another fraction."
             )
         return (
-            Arrays(map_leaves(lambda leaf: leaf[:split], self.batch)),
-            Arrays(map_leaves(lambda leaf: leaf[split:], self.batch)),
+            self._of(lambda leaf: leaf[:split]),
+            self._of(lambda leaf: leaf[split:]),
         )
+
+    def _of(self, part: Callable[[np.ndarray], np.ndarray]) -> "Arrays":
+        return Arrays(map_leaves(part, self.batch), self.preprocessing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +104,11 @@ class Loader:
 
     Args:
         batches: a `keras.utils.PyDataset` or any iterable.
+        preprocessing: what makes of them what the model takes.
     """
 
     batches: Any
+    preprocessing: Preprocessing | None = None
 
     def source(self, options: SourceOptions) -> Source:
         """Make the source that takes batches from it.
@@ -110,8 +118,8 @@ class Loader:
         """
         _refuse_beside_loader(self.batches, "batch_size", options.batch_size)
         if isinstance(self.batches, keras.utils.PyDataset):
-            return PyDatasetSource(self.batches, options)
-        return IterableSource(self.batches, options)
+            return PyDatasetSource(self.batches, options, self.preprocessing)
+        return IterableSource(self.batches, options, self.preprocessing)
 
     def split(self, fraction: float) -> tuple[Arrays, Arrays]:
         """Refuse what can be split only when it is read."""
@@ -122,7 +130,10 @@ class Loader:
 
 
 def recognize(
-    x: Any, y: Any = None, sample_weight: Any = None
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    preprocessing: Preprocessing | None = None,
 ) -> Arrays | Loader:
     """Find out what data are, and read what is there of them.
 
@@ -134,11 +145,14 @@ def recognize(
         x: the data.
         y: targets, with arrays only.
         sample_weight: weights of samples, with arrays only.
+        preprocessing: the model's own, if it has one, which takes lists too.
 
     Raises:
         TypeError: x is nothing batches can be taken from.
         ValueError: something was given that does not go with it.
     """
+    if preprocessing is not None:
+        x, y, sample_weight = map(as_columns, (x, y, sample_weight))
     is_list = isinstance(x, list) and all(isinstance(v, tuple) for v in x)
     if not is_list:
         refuse_sparse("x", x)
@@ -149,29 +163,39 @@ def recognize(
                 as_arrays(x, "x"),
                 as_arrays(y, "y"),
                 as_arrays(sample_weight, "sample_weight"),
-            )
+            ),
+            preprocessing,
         )
     _check_iterable(x)
     _refuse_beside_loader(x, "y", y)
     _refuse_beside_loader(x, "sample_weight", sample_weight)
-    return Loader(x)
+    return Loader(x, preprocessing)
 
 
-def recognize_sets(data: Any) -> dict[str, Arrays | Loader]:
+def recognize_sets(
+    data: Any, preprocessing: Preprocessing | None = None
+) -> dict[str, Arrays | Loader]:
     """Find out what `validation_data` are, one set of them or several.
 
     Args:
         data: `None`; what `recognize` takes, or `(x, y)` or
             `(x, y, sample_weight)`; or a dict of these by name.
+        preprocessing: see `recognize`.
 
     Returns:
         The sets by name, which is `""` for a single one.
     """
     named = data if isinstance(data, dict) else {"": data}
-    return {k: _recognize_set(v) for k, v in named.items() if v is not None}
+    return {
+        name: _recognize_set(given, preprocessing)
+        for name, given in named.items()
+        if given is not None
+    }
 
 
-def _recognize_set(data: Any) -> Arrays | Loader:
+def _recognize_set(
+    data: Any, preprocessing: Preprocessing | None
+) -> Arrays | Loader:
     if isinstance(data, list) and not any(isinstance(v, tuple) for v in data):
         data = tuple(data)  # [x, y], as in Keras; else a list of batches
     parts = data if isinstance(data, tuple) else (data,)
@@ -181,7 +205,8 @@ def _recognize_set(data: Any) -> Arrays | Loader:
             "yields such batches, or a dict of these by name. Received: "
             f"a tuple of {len(parts)}. Put several inputs into one tuple."
         )
-    return recognize(*parts)
+    x, y, sample_weight = (*parts, None, None)[:3]
+    return recognize(x, y, sample_weight, preprocessing)
 
 
 def _check_iterable(x: Any) -> None:
@@ -214,7 +239,11 @@ def _refuse_beside_loader(x: Any, name: str, value: Any) -> None:
 
 
 def make_source(
-    x: Any, y: Any = None, sample_weight: Any = None, **options: Any
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    preprocessing: Preprocessing | None = None,
+    **options: Any,
 ) -> Source:
     """Make the source for what `recognize` takes, by `SourceOptions`.
 
@@ -222,7 +251,8 @@ def make_source(
         >>> make_source(np.zeros([100, 2]), batch_size=8).batches_per_epoch
         13
     """
-    return recognize(x, y, sample_weight).source(SourceOptions(**options))
+    data = recognize(x, y, sample_weight, preprocessing)
+    return data.source(SourceOptions(**options))
 
 
 def make_training_source(
@@ -265,6 +295,7 @@ class OnePiece:
         y: targets.
         sample_weight: weights of the samples.
         class_weight: by class.
+        preprocessing: see `recognize`.
     """
 
     def __init__(
@@ -273,11 +304,13 @@ class OnePiece:
         y: Any = None,
         sample_weight: Any = None,
         class_weight: dict[int, float] | None = None,
+        preprocessing: Preprocessing | None = None,
     ):
         self._source = make_source(
             x,
             y,
             sample_weight,
+            preprocessing,
             batch_size=np.iinfo(np.int32).max,
             shuffle=False,
             class_weight=class_weight,

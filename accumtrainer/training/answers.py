@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from accumtrainer.config import Accumulation, Every
 from accumtrainer.data.batches import Window
+from accumtrainer.data.preprocessing import Preprocessing, preprocessing_of
 from accumtrainer.data.source import check_ends
 from accumtrainer.data.sources import OnePiece, make_source
 from accumtrainer.diagnosis.equivalence import Equivalence
@@ -167,6 +168,7 @@ class Answers(Hooks):
             x,
             y,
             sample_weight,
+            self._preprocessing,
             batch_size=batch_size,
             shuffle=False,
             steps=steps,
@@ -204,7 +206,11 @@ class Answers(Hooks):
         """
         steps = checked_steps("steps", steps)
         source = make_source(
-            x, batch_size=batch_size, shuffle=False, steps=steps
+            x,
+            preprocessing=self._preprocessing,
+            batch_size=batch_size,
+            shuffle=False,
+            steps=steps,
         )
         check_ends(source, "steps")
         dispatcher = self._dispatcher(
@@ -247,7 +253,7 @@ class Answers(Hooks):
             [1, 2, 4, 8]
         """
         self._engine.follow_model()
-        data = OnePiece(*keras.utils.unpack_x_y_sample_weight(batch))
+        data = self._in_one_piece(batch)
         window = data.window()
         self._engine.prepare(window)
         return self._engine.memory_plan(window, sizes)
@@ -286,7 +292,7 @@ class Answers(Hooks):
             True
         """
         self._engine.follow_model()
-        data = OnePiece(*keras.utils.unpack_x_y_sample_weight(batch))
+        data = self._in_one_piece(batch)
         window = self._cut(data)
         if window.micro_batches < 2:
             raise ValueError(
@@ -295,6 +301,14 @@ class Answers(Hooks):
                 f"{self.accumulation}. Give more samples, or accumulate more."
             )
         return self._engine.check_equivalence(window, data.window(), tolerance)
+
+    @property
+    def _preprocessing(self) -> Preprocessing | None:
+        return preprocessing_of(self.model)
+
+    def _in_one_piece(self, batch: Any) -> OnePiece:
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        return OnePiece(x, y, sample_weight, None, self._preprocessing)
 
     def _cut(self, data: OnePiece) -> Window:
         """Cut all there is into the micro-batches of one window."""

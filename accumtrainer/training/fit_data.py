@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accumtrainer.checks import require_count
+from accumtrainer.data.preprocessing import Preprocessing
 from accumtrainer.data.processes import Processes
 from accumtrainer.data.source import Source, SourceOptions
 from accumtrainer.data.sources import (
@@ -53,6 +54,7 @@ class FitData:
         *,
         seed: int,
         epochs_before: int,
+        preprocessing: Preprocessing | None,
     ) -> tuple[Source, Validation]:
         """Make the source of the training data, and what to validate on.
 
@@ -61,13 +63,16 @@ class FitData:
             processes: knows of those that train together.
             seed: decides the order of the data.
             epochs_before: see `SourceOptions`.
+            preprocessing: the model's own, if it has one.
         """
-        data: Arrays | Loader = recognize(self.x, self.y, self.sample_weight)
+        data: Arrays | Loader = recognize(
+            self.x, self.y, self.sample_weight, preprocessing
+        )
         if self.validation_split and self.validation_data is None:
             data, held_back = data.split(self.validation_split)
             sets: Mapping[str, Arrays | Loader] = {"": held_back}
         else:
-            sets = recognize_sets(self.validation_data)
+            sets = recognize_sets(self.validation_data, preprocessing)
         first, steps, shuffle = self.overfit_batches, None, False
         if first:
             first = limited("overfit_batches", first, "max_steps_per_epoch")

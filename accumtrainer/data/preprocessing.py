@@ -1,0 +1,88 @@
+"""What a model itself makes of raw data, before it takes them.
+
+The tasks of KerasHub do: texts become tokens, images get their size, and often
+the targets and the weights of samples come of x. Whoever trains such a model
+gives raw data, as to its own `fit`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from accumtrainer.data.batches import Batch
+from accumtrainer.data.reading import is_text, unpack
+from accumtrainer.keras_api import keras
+from accumtrainer.keras_api.types import Model
+
+
+class Preprocessing:
+    """Makes what a model takes of raw loader batches.
+
+    It looks at every sample by itself, so that a loader batch may be cut into
+    micro-batches afterwards.
+
+    Args:
+        function: of raw x, y and sample weights; returns a tuple of what has
+            become of them, or x alone.
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        self._function = function
+
+    def __call__(self, item: Any) -> Batch:
+        """Make a `Batch` of NumPy arrays of raw parts, as `unpack` does.
+
+        Args:
+            item: a `Batch`, a tuple of up to three parts, or x alone.
+        """
+        parts = item if isinstance(item, tuple) else (item,)
+        made = self._function(*map(_as_lists, parts))
+        return unpack(made if isinstance(made, tuple) else (made,))
+
+
+def preprocessing_of(model: Model) -> Preprocessing | None:
+    """Return a model's own preprocessing, `None` where it has none.
+
+    That of KerasHub is public: `preprocess_samples` of every task, which does
+    nothing where its `preprocessor` is `None`.
+    """
+    function = getattr(model, "preprocess_samples", None)
+    if function is None or getattr(model, "preprocessor", ...) is None:
+        return None
+    return Preprocessing(function)
+
+
+def as_columns(nest: Any) -> Any:
+    """Turn the lists of raw data into arrays, one row per sample.
+
+    Tuples and dicts are nests, as in KerasHub; a list is a column of texts,
+    numbers or arrays. A list of tuples, which are loader batches, stays.
+
+    Example:
+        >>> as_columns({"text": ["a", "b"]})["text"].shape
+        (2,)
+    """
+    if type(nest) is tuple:
+        return tuple(map(as_columns, nest))
+    if isinstance(nest, dict):
+        return {key: as_columns(value) for key, value in nest.items()}
+    if isinstance(nest, list) and not any(isinstance(v, tuple) for v in nest):
+        return np.asarray(nest)
+    return nest
+
+
+def _as_lists(nest: Any) -> Any:
+    """Turn arrays of text into lists of it, which tokenizers take."""
+    if type(nest) is tuple:
+        return tuple(map(_as_lists, nest))
+    if isinstance(nest, dict):
+        return {key: _as_lists(value) for key, value in nest.items()}
+    if keras.ops.is_tensor(nest) or not isinstance(nest, np.ndarray):
+        return nest
+    if not is_text(nest):
+        return nest
+    decode = np.vectorize(
+        lambda v: v.decode() if isinstance(v, bytes) else v, otypes=[object]
+    )
+    return decode(nest).tolist()
