@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from accumtrainer import errors
 from accumtrainer.data.batches import Batch
 from accumtrainer.data.reading import is_text, unpack
 from accumtrainer.keras_api import keras
@@ -53,23 +54,41 @@ def preprocessing_of(model: Model) -> Preprocessing | None:
     return Preprocessing(function)
 
 
-def as_columns(nest: Any) -> Any:
+def as_columns(nest: Any, name: str) -> Any:
     """Turn the lists of raw data into arrays, one row per sample.
 
     Tuples and dicts are nests, as in KerasHub; a list is a column of texts,
     numbers or arrays. A list of tuples, which are loader batches, stays.
 
+    Args:
+        nest: raw data.
+        name: what the user calls them.
+
+    Raises:
+        TypeError: the rows of a list have several shapes.
+
     Example:
-        >>> as_columns({"text": ["a", "b"]})["text"].shape
+        >>> as_columns({"text": ["a", "b"]}, "x")["text"].shape
         (2,)
     """
     if type(nest) is tuple:
-        return tuple(map(as_columns, nest))
+        return tuple(as_columns(part, name) for part in nest)
     if isinstance(nest, dict):
-        return {key: as_columns(value) for key, value in nest.items()}
+        return {key: as_columns(value, name) for key, value in nest.items()}
     if isinstance(nest, list) and not any(isinstance(v, tuple) for v in nest):
-        return np.asarray(nest)
+        return _as_column(nest, name)
     return nest
+
+
+def _as_column(values: list[Any], name: str) -> np.ndarray:
+    try:
+        return np.asarray(values)
+    except ValueError as error:
+        raise TypeError(
+            errors.NOT_AN_ARRAY.format(
+                name=name, received="a list with rows of several shapes"
+            )
+        ) from error
 
 
 def _as_lists(nest: Any) -> Any:

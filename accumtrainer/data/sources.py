@@ -152,7 +152,8 @@ def recognize(
         ValueError: something was given that does not go with it.
     """
     if preprocessing is not None:
-        x, y, sample_weight = map(as_columns, (x, y, sample_weight))
+        x, y = as_columns(x, "x"), as_columns(y, "y")
+        sample_weight = as_columns(sample_weight, "sample_weight")
     is_list = isinstance(x, list) and all(isinstance(v, tuple) for v in x)
     if not is_list:
         refuse_sparse("x", x)
