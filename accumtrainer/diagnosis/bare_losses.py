@@ -119,6 +119,8 @@ REMEDIES = {
 }
 """What to do about it, by verdict."""
 
+_ADDED = "leave it out, by a coefficient of 0 if its layer has one"
+
 SUMS = {
     "add_loss": "give add_loss one value per example, which it adds up",
     "the loss": (
@@ -148,6 +150,8 @@ def _remedies(verdicts: Mapping[str, str], owner: str) -> str:
             remedies.append(SUMS[begun])
         elif verdict != "right" or len(kinds) == 1:
             remedies += REMEDIES[verdict]
+        if verdict == "couples" and origin.startswith("add_loss"):
+            remedies.append(_ADDED)
     if "sum" not in kinds:
         remedies.append(
             "choose {combine}(combine='mean') for the plain mean over "

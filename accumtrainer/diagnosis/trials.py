@@ -14,6 +14,7 @@ out. Nothing that runs here has an effect.
 
 import contextlib
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -55,7 +56,8 @@ class _Run:
     Args:
         means: array `(losses,)`, float64.
         denominators: array `(losses,)`, float64, 1 for sums.
-        rows: list of arrays `[m, 3]`, what layers made of each row.
+        rows: list of arrays `[m, 3]`, what layers made of each row, without
+            one where a layer's first axis is not that of the batch.
     """
 
     means: np.ndarray
@@ -75,6 +77,7 @@ class _Traced:
     origins: list[str]
     is_sum: list[bool]
     layers: list[Any]
+    has_rows: list[bool]
     draws: bool
 
 
@@ -237,11 +240,20 @@ class _Runner:
         one, again, other = (
             self._measure(rows) for rows in ((a, b), (a, b), (a, d))
         )
+        self._measure([a])
         size = self._rows
-        layers = self._traced[2].layers
-        for layer, x, y, z in zip(
-            layers, one.rows, again.rows, other.rows, strict=True
+        alone, beside = self._traced[1], self._traced[2]
+        layers = beside.layers
+        if alone.layers != layers:
+            return []
+        # The experts of a layer may be as many as the rows of a batch, but
+        # hardly of a batch of another size too.
+        is_batch = map(operator.and_, alone.has_rows, beside.has_rows)
+        for layer, has_rows, x, y, z in zip(
+            layers, is_batch, one.rows, again.rows, other.rows, strict=True
         ):
+            if not has_rows:
+                continue
             if not _is_same(x, y):  # it draws what nobody can draw again
                 return []
             if not _is_same(x[:size], z[:size]):
@@ -331,13 +343,14 @@ class _Runner:
         """Measure rows; by other weights where `otherness`, a scalar, is 1."""
         hooks = self._hooks
         layers: list[Any] = []
+        has_rows: list[bool] = []
         rows: list[Tensor] = []
         size = _size(batch)
 
         def observe(operation: Any, tensor: Tensor) -> None:
-            if _has_rows(tensor, size):
-                layers.append(operation)
-                rows.append(_digest(tensor))
+            layers.append(operation)
+            has_rows.append(_has_rows(tensor, size))
+            rows.append(_digest(tensor) if has_rows[-1] else ops.zeros([0, 3]))
 
         with Scratch(self._variables) as scope:
             for variable in hooks.model.trainable_variables:
@@ -360,6 +373,7 @@ class _Runner:
             origins=[loss.origin for loss in losses],
             is_sum=[loss.is_sum for loss in losses],
             layers=layers,
+            has_rows=has_rows,
             draws=draws,
         )
         return {

@@ -87,6 +87,28 @@ class Router(layers.Layer):
         return x
 
 
+class Bank(layers.Layer):
+    """Gives every example to each of so many experts, `[experts, n, 8]`."""
+
+    def __init__(self, experts, **options):
+        super().__init__(**options)
+        self.experts = experts
+
+    def call(self, x):
+        return ops.stack([x * (i + 1) for i in range(self.experts)])
+
+
+class Experts(Router):
+    """Has as many experts, in a layer of their own, as it is made with."""
+
+    def __init__(self, experts, **options):
+        super().__init__(**options)
+        self.bank = Bank(experts)
+
+    def call(self, x):
+        return super().call(ops.mean(self.bank(x), axis=0))
+
+
 class OwnLoss(keras.Model):
     def __init__(self, loss):
         super().__init__()
@@ -177,6 +199,8 @@ COUPLING = {
     "dice": lambda: (make_model(), dice),
     "own contrastive": lambda: (OwnLoss(contrastive), None),
     "router": lambda: (make_model(Router(name="router")), "mse"),
+    # As many as the rows that are tried, two groups of three.
+    "experts": lambda: (make_model(Experts(6, name="experts")), "mse"),
     "beside dropout": lambda: (make_model(layers.Dropout(0.3)), contrastive),
     "beside batch statistics": lambda: (
         make_model(layers.BatchNormalization()),
@@ -188,11 +212,13 @@ COUPLING = {
 @pytest.mark.parametrize("name", COUPLING)
 @leaves_data_unended
 def test_loss_that_couples_examples_is_not_said_to_be_a_mean(name):
-    by = "GradientAccumulation" if name == "router" else "Trainer"
+    is_added = name in ("router", "experts")
+    by = "GradientAccumulation" if is_added else "Trainer"
     message = refusal(*COUPLING[name](), by=by)
     assert "shows that it couples examples" in message
     assert "WindowLossTrainer" in message
     assert "denominator=" not in message
+    assert ("a coefficient of 0" in message) == is_added
     assert f"{'Accumulation' if by == 'Trainer' else by}(combine='mean')" in (
         message
     )
