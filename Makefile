@@ -163,7 +163,8 @@ clean:
 # The stamps are older than what they depend on after either file changes, and
 # the next target then installs again, all backends at once.
 EMPTY :=
-EXTRAS := $(subst $(EMPTY) ,$(EMPTY),dev $(BACKENDS:%=,%))
+HUB := $(if $(filter tensorflow,$(BACKENDS)),keras-hub)
+EXTRAS := $(subst $(EMPTY) ,$(EMPTY),dev $(BACKENDS:%=,%) $(HUB:%=,%))
 $(INSTALLED) &: pyproject.toml $(CONSTRAINTS)
 	@echo "Installing for $(BACKENDS) into $(VENV); this takes some minutes."
 	$(PYTHON) -m venv $(VENV)

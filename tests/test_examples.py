@@ -1,5 +1,6 @@
 """What a newcomer runs first: every example, and the code in README.md."""
 
+import importlib.util
 import os
 import re
 from pathlib import Path
@@ -107,6 +108,17 @@ SHORT = {
             r"last gradient +0\.[0-4]\d without noise, 0\.[67]\d with it",
         ),
     ),
+    "finetune_lora.py": Short(
+        arguments=("--epochs", "6"),
+        lines=(
+            r"weights +72,704 trained at first",
+            r" +8,960 with LoRA",
+            r"letters guessed +[1-5]\d\.\d% of gossip before fine-tuning",
+            r" +[6-9]\d\.\d% after it",
+            r"updates +48, of 64 texts",
+            r"one of them +64 samples in 4 micro-batches and at once: the .*",
+        ),
+    ),
     "mean_teacher.py": Short(
         arguments=("--epochs", "10"),
         lines=(
@@ -138,6 +150,14 @@ SHORT = {
     ),
 }
 
+
+# Modules of an extra that not every environment has.
+NEEDS = {
+    "finetune_lora.py": (
+        "keras_hub",
+        *(("tensorflow_text",) if BACKEND == "tensorflow" else ()),
+    )
+}
 
 # Convolutions take long in code that XLA spends no time on.
 SLOW_UNLESS_OPTIMIZED = {"triplet_vgg16.py"}
@@ -180,6 +200,9 @@ def test_every_example_is_run_here():
 
 @pytest.mark.parametrize("name", SHORT)
 def test_example_runs_and_prints_what_it_promises(name, tmp_path):
+    for module in NEEDS.get(name, ()):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"needs {module}, of the extra keras-hub")
     example = ROOT / "examples" / name
     printed = run_python(example, *SHORT[name].arguments, folder=tmp_path)
     lines = printed.splitlines()
