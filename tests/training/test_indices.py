@@ -272,3 +272,44 @@ def test_a_check_of_equivalence_refuses_them_too():
 def test_labels_to_be_ignored_are_not_refused():
     loss = cross_entropy(ignore_class=-1)
     by_trainer(make_model(), IDS, changed(LABELS, -1), loss=loss)
+
+
+def recurrent(hidden):
+    return layers.Bidirectional(layers.GRU(4, return_sequences=True))(hidden)
+
+
+def causal(hidden):
+    attention = layers.MultiHeadAttention(2, 2)
+    return hidden + attention(hidden, hidden, use_causal_mask=True)
+
+
+class Positions(layers.Layer):
+    """Adds what is learnt of every place."""
+
+    def build(self, shape):
+        self.table = self.add_weight((8, shape[-1]))
+
+    def call(self, hidden):
+        steps = ops.arange(ops.shape(hidden)[1])
+        return hidden + ops.take(self.table, steps, axis=0)
+
+
+def positional(hidden):
+    return Positions()(hidden)
+
+
+def convolutional(hidden):
+    return layers.Conv1D(4, 2, padding="causal")(hidden)
+
+
+@pytest.mark.parametrize("body", [recurrent, causal, positional, convolutional])
+def test_what_no_data_decide_does_not_cost_a_model_xla(body, monkeypatch):
+    from accumtrainer.steps.tensorflow.programs import XlaShapes
+
+    left = []
+    monkeypatch.setattr(XlaShapes, "close", lambda self: left.append(True))
+    ids = keras.Input([None], dtype="int32")
+    hidden = layers.Embedding(10, 4, mask_zero=body is recurrent)(ids)
+    model = keras.Model(ids, layers.Dense(10)(body(hidden)))
+    by_trainer(model, IDS, IDS)
+    assert not left

@@ -39,6 +39,9 @@ POSITIONS = {
 UNSEEN = {"Assert": 0, "ReverseSequence": 1, "Slice": 1, "StridedSlice": 1}
 """Others that refuse values without XLA alone, and which of their inputs."""
 
+SIZES = ("Rank", "Shape", "ShapeN", "Size", "VariableShape")
+"""Operations of which data decide nothing."""
+
 SINGLE = "shrink_axis_mask"
 """The axes on which a slice takes a single number, bit by bit."""
 
@@ -151,7 +154,7 @@ class Indices:
 def lookups(operations: list[Any]) -> Iterator[Lookup]:
     """Find operations that look something up by indices.
 
-    Those whose indices are constant are not among them.
+    Those whose indices no data decide are not among them.
 
     Args:
         operations: of one graph, without the functions that it calls.
@@ -161,7 +164,7 @@ def lookups(operations: list[Any]) -> Iterator[Lookup]:
         if position is None:
             continue
         indices = operation.inputs[position]
-        if tf.get_static_value(indices) is None:
+        if is_of_data(indices):
             yield Lookup(
                 name=operation.name,
                 indices=indices,
@@ -175,16 +178,58 @@ def is_unseen_by_xla(operation: Any) -> bool:
     position = UNSEEN.get(operation.type)
     if position is None:
         return False
-    value = tf.get_static_value(operation.inputs[position], partial=True)
+    value = operation.inputs[position]
     if operation.type != "StridedSlice":
-        return value is None or any(part is None for part in np.ravel(value))
+        return is_of_data(value)
     # Of those it refuses single numbers alone, and cuts ranges off.
     single = operation.get_attr(SINGLE)
-    if value is None:
-        return single != 0
+    if not single or value.op.type != "Pack":
+        return bool(single) and is_of_data(value)
     return any(
-        part is None and single >> axis & 1 for axis, part in enumerate(value)
+        single >> axis & 1 and is_of_data(part)
+        for axis, part in enumerate(value.op.inputs)
     )
+
+
+def is_of_data(tensor: Tensor) -> bool:
+    """Tell whether data decide what a tensor holds, not sizes alone."""
+    if tf.get_static_value(tensor) is not None:
+        return False
+    return _reaches(
+        tensor.op,
+        lambda operation: operation.type,
+        lambda operation: [t.op for t in operation.inputs],
+    )
+
+
+def _reaches(
+    node: Any,
+    kind_of: Callable[[Any], str],
+    inputs_of: Callable[[Any], list[Any]],
+) -> bool:
+    """Look from where an operation has its values, through all before it.
+
+    Args:
+        node: an operation of a graph or a function; `None` for what the
+            function is given.
+
+    Returns:
+        Whether there is anything but constants and sizes.
+    """
+    waiting, seen = [node], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            return True
+        kind = kind_of(node)
+        if node.name in seen or kind in SIZES:
+            continue
+        seen.add(node.name)
+        inputs = inputs_of(node)
+        if not inputs and kind != "Const":
+            return True
+        waiting += inputs
+    return False
 
 
 def _size(operation: Any, indices: Tensor) -> np.ndarray | Tensor:
@@ -217,8 +262,7 @@ def _shape_of(tensor: Tensor) -> Any:
 def calls_indexing(graph: Any, operations: list[Any]) -> bool:
     """Tell whether operations call functions that look something up or check.
 
-    What these are given can be looked at only in themselves. Where all
-    indices are constant they look nothing up.
+    What these are given can be looked at only in themselves.
 
     Args:
         graph: `tf.Graph`, whose functions are looked through.
@@ -226,18 +270,26 @@ def calls_indexing(graph: Any, operations: list[Any]) -> bool:
     """
     if not any(map(_calls, operations)):
         return False
-    for function in graph.as_graph_def().library.function:
-        constants = {
-            node.name for node in function.node_def if node.op == "Const"
-        }
-        for node in function.node_def:
-            position = POSITIONS.get(node.op, UNSEEN.get(node.op))
-            if position is None:
-                continue
-            if node.op == "StridedSlice" and not node.attr[SINGLE].i:
-                continue
-            if node.input[position].split(":")[0] not in constants:
-                return True
+    return any(map(_indexes, graph.as_graph_def().library.function))
+
+
+def _indexes(function: Any) -> bool:
+    """Tell whether a function looks something up or checks, by data."""
+    nodes = {node.name: node for node in function.node_def}
+
+    def inputs_of(node: Any) -> list[Any]:
+        names = (i.split(":")[0] for i in node.input if i[:1] != "^")
+        return [nodes.get(name) for name in names]
+
+    for node in function.node_def:
+        position = POSITIONS.get(node.op, UNSEEN.get(node.op))
+        if position is None:
+            continue
+        if node.op == "StridedSlice" and not node.attr[SINGLE].i:
+            continue
+        value = inputs_of(node)[position]
+        if _reaches(value, lambda node: node.op, inputs_of):
+            return True
     return False
 
 
