@@ -221,25 +221,6 @@ def test_trainer_arguments_go_before_those_compiled():
     assert_same_weights(model, given.model)
 
 
-def test_changed_trainable_flags_are_refused():
-    model = keras.Sequential(
-        [keras.Input([3]), keras.layers.Dense(2), keras.layers.Dense(1)]
-    )
-    trainer, _ = make_trainer(model)
-    fit(trainer)
-    before = weights_of(model)
-    model.layers[0].trainable = False
-    for train in (
-        lambda: fit(trainer),
-        lambda: trainer.train_on_batch(X, Y),
-    ):
-        with pytest.raises(ValueError, match="Make a new Trainer"):
-            train()
-    model.layers[0].trainable = True
-    for old, new in zip(before, weights_of(model), strict=True):
-        np.testing.assert_array_equal(old, new)
-
-
 def test_a_model_compiled_anew_is_refused():
     trainer, _ = make_trainer(metrics=["mae"])
     model = trainer.model
