@@ -243,6 +243,13 @@ def test_nothing_to_train_is_the_same_update_as_of_the_big_batch():
     assert "the same update" in str(found)
 
 
+def test_accumulating_inside_fit_without_trainable_weights_warns():
+    model = make_frozen()
+    model.compile("sgd", "mse", jit_compile=JIT_COMPILE)
+    with pytest.warns(UserWarning, match="does not have any trainable"):
+        model.fit(X, Y, verbose=0, callbacks=[GradientAccumulation(2)])
+
+
 @ignoring_nothing_to_train
 @pytest.mark.parametrize("make", [make_frozen, make_weightless])
 def test_accumulation_inside_fit_leaves_a_frozen_model_as_keras_does(make):

@@ -97,6 +97,28 @@ def test_layers_draw_apart_on_replicas():
     assert trainer.window_logs["left_min"] != first["left_min"]
 
 
+def test_layer_outside_the_model_draws_on_as_on_one_device():
+    class Augmented(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x, training=False):
+            return self.dense(outside[0](x, training=training))
+
+    states = []
+    for replicas in (1, 2):
+        outside = (keras.layers.Dropout(0.5, seed=3),)
+        trainer = make_trainer(
+            replicas, Augmented, Ones, accumulation=2, loss=None
+        )
+        for _ in range(2):
+            trainer.train_on_batch(np.ones([2 * replicas, 64], "float32"))
+        state = outside[0].seed_generator.state
+        states.append(ops.convert_to_numpy(state).tolist())
+    assert states[0] == states[1]
+
+
 def test_rows_left_over_draw_alike_and_count_once():
     trainer = make_trainer(4, make_dropout, Ones, accumulation=1, loss=None)
     trainer.train_on_batch(np.ones([3, 64], "float32"))
