@@ -171,6 +171,8 @@ def run_python(program, *arguments, folder):
     environment = environments.of_one_backend()
     if program.name in SLOW_UNLESS_OPTIMIZED:
         environment |= LITTLE_OPTIMIZED
+    if program.name in NEEDS:  # layers of KerasHub mix dtypes
+        environment |= {"JAX_NUMPY_DTYPE_PROMOTION": "standard"}
     finished = forked.run([*WARNINGS, program, *arguments], environment, folder)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
