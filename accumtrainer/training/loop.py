@@ -428,7 +428,6 @@ class FitLoop:
         if items and not self._has_made_all_updates():
             self._is_at_rest = False
             self._run_window(self._source.window(items, None))
-            self._engine.counting.check_skips()
 
     def _leave_if_interrupted(self) -> None:
         if self._interruption.is_pending:
