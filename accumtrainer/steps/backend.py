@@ -115,6 +115,14 @@ class Backend(WindowBackend):
 
     @property
     @abc.abstractmethod
+    def gives_values(self) -> bool:
+        """Whether compiled functions are given the values of variables.
+
+        Of those that they read, all must be known then.
+        """
+
+    @property
+    @abc.abstractmethod
     def runs_ahead(self) -> bool:
         """Whether programs are still running when a call of them returns."""
 

@@ -318,7 +318,9 @@ class EvaluationStep:
         if kind not in self._predicted:
             self._backend.write_back()
             with self._backend.replicas.scope():
-                self._program.look_at_prediction(batch)
+                self._program.build_model(batch)
+                if self._backend.gives_values:
+                    self._program.look_at_prediction(batch)
             self._predicted.add(kind)
         return self._predict_batch(self._backend.replicas.spread(batch))
 

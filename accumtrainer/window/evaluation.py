@@ -83,8 +83,10 @@ class EvaluationProgram:
         """Learn from one batch what predictions read beside the model.
 
         A random state that belongs to nobody is among it.
+
+        Args:
+            batch: for a model that has its variables.
         """
-        self.build_model(batch)
         with Scratch(self._parts.variables) as scope:
             self._parts.backend.trace(self._hooks.predict_step, batch)
         self._capture(scope)

@@ -200,6 +200,18 @@ def test_after_apply_keeps_a_moving_average_of_the_weights():
         np.testing.assert_allclose(numbers(variable), expected, rtol=1e-5)
 
 
+def test_predict_step_of_an_eager_trainer_may_leave_the_backend():
+    class Tripled(Trainer):
+        def predict_step(self, batch):
+            return 3 * numbers(self.model(batch.x))
+
+    trainer, _ = make_trainer(Tripled, run_eagerly=True)
+    expected = 3 * numbers(trainer.model(X))
+    np.testing.assert_allclose(
+        trainer.predict(X, verbose=0), expected, rtol=1e-5
+    )
+
+
 def test_predict_step_decides_what_predict_returns():
     class Probabilities(Trainer):
         def predict_step(self, batch):

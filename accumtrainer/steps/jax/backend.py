@@ -71,6 +71,10 @@ class JaxBackend(Backend):
         distribution = None if model is None else current_distribution()
         return cls(run_eagerly=run_eagerly, distribution=distribution)
 
+    @property
+    def gives_values(self) -> bool:
+        return not self._run_eagerly
+
     def prefer(
         self, *, loops_badly: bool, supports_jit: bool
     ) -> tuple[Literal["fused", "streamed"], bool]:

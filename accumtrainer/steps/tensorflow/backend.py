@@ -394,6 +394,10 @@ class TensorFlowBackend(Backend):
         return any(device.device_type != "CPU" for device in devices)
 
     @property
+    def gives_values(self) -> bool:
+        return False
+
+    @property
     def runs_ahead(self) -> bool:
         return self.has_accelerator()
 
