@@ -62,7 +62,7 @@ def as_tensor(texts):
 
 
 needs_text_tensors = pytest.mark.skipif(
-    BACKEND != "tensorflow", reason="needs tensors of text"
+    BACKEND != "tensorflow", reason="JAX has no tensors of text"
 )
 
 FORMS = [

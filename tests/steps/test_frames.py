@@ -234,7 +234,9 @@ def test_few_frames_stand_between_fit_and_an_error_of_a_later_shape(way):
 
 
 @pytest.mark.skipif(
-    BACKEND != "jax", reason="Keras lets no length change on TensorFlow"
+    BACKEND != "jax",
+    reason="on TensorFlow, Keras traces lengths that change as unknown, which "
+    "no layer can refuse",
 )
 def test_few_frames_stand_between_the_fit_of_keras_and_an_error_of_a_shape():
     model = make_model_of_lengths()

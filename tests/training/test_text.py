@@ -38,7 +38,9 @@ def test_labels_that_are_text_are_refused_with_the_remedy(dtype, options):
 TEXT = np.array(["the cat", "a dog sat", "the mat"] * 8)
 
 
-@pytest.mark.skipif(BACKEND != "jax", reason="is about arrays of JAX")
+@pytest.mark.skipif(
+    BACKEND != "jax", reason="TensorFlow has tensors of text, and trains on it"
+)
 def test_text_is_refused_on_jax_with_the_remedy():
     trainer, _ = make_trainer()
     for call in (
@@ -60,7 +62,9 @@ def model_of_text():
     return keras.Model(inputs, keras.layers.Dense(1)(keras.ops.mean(x, axis=1)))
 
 
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="needs tensors of text")
+@pytest.mark.skipif(
+    BACKEND != "tensorflow", reason="JAX has no tensors of text"
+)
 @pytest.mark.parametrize("dtype", ["U", "S", object])
 def test_model_that_reads_text_trains_like_the_big_batch(dtype):
     text = TEXT.astype(dtype)
@@ -72,7 +76,9 @@ def test_model_that_reads_text_trains_like_the_big_batch(dtype):
     assert len(split.predict(text, verbose=0)) == 24
 
 
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="needs tensors of text")
+@pytest.mark.skipif(
+    BACKEND != "tensorflow", reason="JAX has no tensors of text"
+)
 def test_text_is_never_given_to_xla():
     trainer, _ = make_trainer(model_of_text(), jit_compile=True)
     for call in (

@@ -6,7 +6,7 @@ from quickest import JIT_COMPILE
 
 from accumtrainer import Accumulation, Every, Trainer
 from accumtrainer.callbacks import Checkpoint, Unfreeze
-from accumtrainer.keras_api import KERAS_NAME, keras, ops
+from accumtrainer.keras_api import keras, ops
 
 X = np.random.default_rng(0).normal(1.0, size=(24, 3)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
@@ -103,7 +103,6 @@ def two_phases_by_hand(optimizer):
     return second
 
 
-@pytest.mark.skipif(KERAS_NAME != "keras", reason="paths are Keras 3's")
 @pytest.mark.parametrize("name", ["SGD", "Adam", "Lion"])
 def test_a_run_in_two_phases_is_as_if_written_by_hand(name):
     trainer = make_trainer(optimizer=name)
@@ -194,7 +193,6 @@ def test_frozen_layers_stay_as_they_are():
     assert_same(numbers(trainer.model.get_layer("base").variables), before)
 
 
-@pytest.mark.skipif(KERAS_NAME != "keras", reason="Keras Core has no LoRA")
 def test_enabling_lora_is_like_unfreezing():
     trainer = make_trainer(frozen=[])
     fit(trainer)

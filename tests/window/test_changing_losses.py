@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from logged import QUICKEST, TWO, X, Y, make_model
 from oracle import cuts_in_many_ways
-from quickest import JIT_COMPILE, RUN_EAGERLY
+from quickest import JIT_COMPILE
 
 from accumtrainer import Accumulation, Trainer, WeightedLoss
 from accumtrainer.keras_api import keras, ops
@@ -11,17 +12,6 @@ from accumtrainer.steps import CLOCKS
 
 layers = keras.layers
 OURS = (*CLOCKS, "learning_rate")
-
-X = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
-Y = 2 * X[:, :1]
-QUICKEST = {"jit_compile": JIT_COMPILE, "run_eagerly": RUN_EAGERLY}
-TWO = Accumulation(micro_batch_size=2)
-
-
-def make_model():
-    return keras.Sequential(
-        [keras.Input([3]), layers.Dense(1, kernel_initializer="ones")]
-    )
 
 
 def errors_of(trainer, batch):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from keras_core_gaps import keras_3_only
+from logged import QUICKEST, TWO, X, Y, make_model
 from quickest import JIT_COMPILE, RUN_EAGERLY
 
 from accumtrainer import Accumulation, Trainer, WeightedLoss
@@ -10,17 +11,6 @@ from accumtrainer.callbacks import GradientAccumulation
 from accumtrainer.keras_api import BACKEND, keras, ops
 
 layers = keras.layers
-
-X = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
-Y = 2 * X[:, :1]
-QUICKEST = {"jit_compile": JIT_COMPILE, "run_eagerly": RUN_EAGERLY}
-TWO = Accumulation(micro_batch_size=2)
-
-
-def make_model():
-    return keras.Sequential(
-        [keras.Input([3]), layers.Dense(1, kernel_initializer="ones")]
-    )
 
 
 class TwoLosses(Trainer):
