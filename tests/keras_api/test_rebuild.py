@@ -1,0 +1,36 @@
+"""Claims about the private parts of optimizers that building anew relies on."""
+
+import numpy as np
+import pytest
+
+from accumtrainer.keras_api import keras, ops
+from accumtrainer.keras_api.rebuild import rebuild
+
+
+def numbers(variable):
+    return np.array(ops.convert_to_numpy(variable))
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Nadam", "Adafactor", "Lion"])
+def test_what_stays_keeps_its_slots_and_what_goes_leaves_none(name):
+    one, two, three = (
+        keras.Variable(np.ones([3, 2], "float32"), name=name)
+        for name in ("one", "two", "three")
+    )
+    options = {"momentum": 0.9} if name == "SGD" else {}
+    optimizer = getattr(keras.optimizers, name)(0.1, **options)
+    optimizer.build([one, two])
+    gradient = ops.ones([3, 2])
+    optimizer.apply([gradient, 2 * gradient], [one, two])
+    fresh = getattr(keras.optimizers, name)(0.1, **options)
+    fresh.build([two, three])
+    before = [numbers(v) for v in optimizer.variables if "two" in v.path]
+    rebuild(optimizer, [two, three])
+    assert len(optimizer.variables) == len(fresh.variables)
+    assert int(numbers(optimizer.iterations)) == 1
+    after = [numbers(v) for v in optimizer.variables if "two" in v.path]
+    for old, new in zip(before, after, strict=True):
+        np.testing.assert_array_equal(new, old)
+    assert any(old.any() for old in before)
+    optimizer.apply([gradient, gradient], [two, three])
+    assert int(numbers(optimizer.iterations)) == 2
