@@ -227,9 +227,9 @@ class Answers(Hooks):
         """Predict how much memory micro-batches of several sizes take.
 
         On JAX the compiler is asked, for every size; on TensorFlow the
-        gradients of the batch are computed, and nothing else happens. There
-        it is the memory of the process that is measured where there is no
-        accelerator, which other threads move too.
+        gradients of the batch are computed, and nothing else happens. On a
+        processor without oneDNN it is the memory of the process that is
+        measured there, which shows little of what is taken again.
 
         Args:
             batch: `(x, y)`, `(x, y, sample_weight)` or `x`, arrays or nests

@@ -146,15 +146,35 @@ def test_table_grows_with_the_size_and_changes_nothing(data):
     assert [row.micro_batch_size for row in plan.rows] == [1, 2, 4, 8, 16, 32]
     assert [row.micro_batches for row in plan.rows] == [32, 16, 8, 4, 2, 1]
     peaks = [row.peak_bytes for row in plan.rows]
-    if BACKEND == "jax":  # elsewhere the process's memory is too noisy
-        assert peaks == sorted(peaks)
-        activations = 32 * 32 * 256 * 4  # of one layer
-        assert peaks[-1] - peaks[-2] > 16 * activations / 32
+    assert peaks == sorted(peaks)
+    activations = 32 * 32 * 256 * 4  # of one layer
+    assert peaks[-1] - peaks[-2] > 16 * activations / 32
     assert len(str(plan).splitlines()) == 7
     (row,) = trainer.memory_plan((data[0][:32], data[1][:32]), [8]).rows
     assert (row.micro_batch_size, row.micro_batches) == (8, 4)
     for one, other in zip(everything(trainer), before, strict=False):
         np.testing.assert_array_equal(one, other)
+
+
+def test_table_shows_what_rematerialization_saves():
+    def peak(mode):
+        with keras.RematScope(mode):
+            layers = [
+                layer
+                for _ in range(6)
+                for layer in (
+                    keras.layers.Dense(512, activation="gelu"),
+                    keras.layers.Dense(32),
+                )
+            ]
+        model = keras.Sequential([keras.Input([32]), *layers])
+        trainer = Trainer(model, optimizer="sgd", loss="mse")
+        x = np.ones([1024, 32], "float32")
+        (row,) = trainer.memory_plan((x, x), [1024]).rows
+        return row.peak_bytes
+
+    kept = 6 * 1024 * 512 * 4  # one array for each wide layer
+    assert peak(None) - peak("activations") > 0.8 * kept
 
 
 def test_whole_batch_is_one_micro_batch_where_it_fits(data, capsys):
@@ -172,16 +192,8 @@ def chosen(data, size):
     return make_trainer(auto(peaks[size]))
 
 
-def needs_a_compiler_that_plans():
-    if BACKEND != "jax":
-        reason = "what the process takes differs from trial to trial"
-        print(f"Not run on {BACKEND}: {reason}.")
-        pytest.skip(reason)
-
-
 @pytest.mark.parametrize("convolves", [False, True], ids=["fused", "streamed"])
 def test_memory_does_not_grow_with_the_number_of_micro_batches(rng, convolves):
-    needs_a_compiler_that_plans()
     layers = [keras.layers.Dense(8), keras.layers.Flatten()]
     if convolves:
         layers.insert(0, keras.layers.Conv2D(16, 3, activation="relu"))
@@ -194,15 +206,15 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches(rng, convolves):
         """Predict the memory of all but the samples that wait."""
         x = rng.normal(size=[4 * micro_batches, 12, 12, 3]).astype("float32")
         (row,) = trainer.memory_plan((x, x[:, 0, 0]), [4]).rows
-        waiting = 0 if convolves else x.nbytes + x[:, 0, 0].nbytes
+        all_wait = BACKEND == "jax" and not convolves  # in one call
+        waiting = x.nbytes + x[:, 0, 0].nbytes if all_wait else 0
         return row.peak_bytes - waiting
 
     # Of each micro-batch, its loss and its weight are reported.
-    assert peak(128) == pytest.approx(peak(4), rel=0.05)
+    assert 0 < peak(128) < 1.05 * peak(4)
 
 
 def test_chosen_size_makes_the_updates_of_the_same_size_given(data, tmp_path):
-    needs_a_compiler_that_plans()
     trainer = chosen(data, 6)
     given = make_trainer(Accumulation(micro_batch_size=6))
     log = RunLog(tmp_path / "run.jsonl")

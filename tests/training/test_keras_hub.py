@@ -15,7 +15,7 @@ if BACKEND == "tensorflow":
 pytestmark = [
     pytest.mark.usefixtures("without_xla"),
     # Preprocessing mixes dtypes as NumPy does, and warns of much.
-    pytest.mark.usefixtures("jax_may_promote"),
+    pytest.mark.usefixtures("keras_may_promote"),
     pytest.mark.filterwarnings("default"),
 ]
 
@@ -39,17 +39,6 @@ SIZES = {
     "intermediate_dim": 12,
     "dropout": 0.0,
 }
-
-
-@pytest.fixture
-def jax_may_promote():
-    if BACKEND != "jax":
-        yield
-        return
-    import jax
-
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def make_bert(cls, preprocess, **options):

@@ -22,7 +22,11 @@ from accumtrainer.steps.backend import Backend, HasVariables
 from accumtrainer.steps.memory import Backup
 from accumtrainer.steps.tensorflow.fit import next_batch, next_batches
 from accumtrainer.steps.tensorflow.indices import Indices
-from accumtrainer.steps.tensorflow.memory import Peak
+from accumtrainer.steps.tensorflow.memory import (
+    Peak,
+    accelerators,
+    measured_devices,
+)
 from accumtrainer.steps.tensorflow.programs import (
     XLA_SHAPES,
     Compiled,
@@ -411,7 +415,7 @@ class TensorFlowBackend(Backend):
         try:
             with self._xla_shapes.on_trial():
                 run()  # compiles
-            with Peak(self._accelerators()) as peak:
+            with Peak(measured_devices()) as peak:
                 run()
         finally:
             backup.put_back()
@@ -423,13 +427,9 @@ class TensorFlowBackend(Backend):
     def is_out_of_memory(self, error: Exception) -> bool:
         return isinstance(error, tf.errors.ResourceExhaustedError)
 
-    def _accelerators(self) -> list[str]:
-        count = len(tf.config.list_logical_devices("GPU"))
-        return [f"GPU:{index}" for index in range(count)]
-
     def peak_memory_bytes(self) -> int | None:
         read = tf.config.experimental.get_memory_info
-        peaks = [read(device)["peak"] for device in self._accelerators()]
+        peaks = [read(device)["peak"] for device in accelerators()]
         return max(peaks, default=None)
 
     def start_trace(self, directory: str) -> None:

@@ -1,4 +1,4 @@
-"""How much memory TensorFlow uses, on accelerators or in the process."""
+"""How much memory TensorFlow uses, on its devices or in the process."""
 
 import re
 from pathlib import Path
@@ -11,11 +11,32 @@ from accumtrainer import errors
 STATUS = Path("/proc/self/status")
 
 
+def accelerators() -> list[str]:
+    """List the names of the devices other than the processor."""
+    count = len(tf.config.list_logical_devices("GPU"))
+    return [f"GPU:{index}" for index in range(count)]
+
+
+def measured_devices() -> list[str]:
+    """List the devices on which a trial runs, if they tell what is in use.
+
+    The processor does where TensorFlow uses the allocator of oneDNN; that keeps
+    what it has had, and the memory of the process does not show it.
+    """
+    if devices := accelerators():
+        return devices
+    try:
+        tf.config.experimental.get_memory_info("CPU:0")
+    except ValueError:
+        return []
+    return ["CPU:0"]
+
+
 class Peak:
     """Measures by how much memory in use grows inside of it, at most.
 
     Args:
-        devices: list of names of accelerators; none for the process's memory.
+        devices: list of their names; none for the process's memory.
 
     Attributes:
         bytes: int, known at the end.
