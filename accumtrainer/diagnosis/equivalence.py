@@ -334,12 +334,19 @@ def _errors(
         initial=0.0,
     )
     return {
-        variable.path: float(np.abs(one - other).max())
+        variable.path: _difference(one, other)
         / float((size if alone else largest) or 1.0)
         for variable, one, other, size, alone in zip(
             variables, gradients, expected, sizes, assigned, strict=True
         )
     }
+
+
+def _difference(one: np.ndarray, other: np.ndarray) -> float:
+    """Find the largest difference; infinite values that agree have none."""
+    with np.errstate(invalid="ignore"):
+        differences = np.abs(one - other)
+    return float(np.where(one == other, 0.0, differences).max())
 
 
 def _largest(errors: dict[str, float]) -> float:

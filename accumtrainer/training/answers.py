@@ -228,8 +228,8 @@ class Answers(Hooks):
 
         On JAX the compiler is asked, for every size; on TensorFlow the
         gradients of the batch are computed, and nothing else happens. On a
-        processor without oneDNN it is the memory of the process that is
-        measured there, which shows little of what is taken again.
+        processor without oneDNN the memory of the process is measured there,
+        which shows too little, as what was taken before is still there.
 
         Args:
             batch: `(x, y)`, `(x, y, sample_weight)` or `x`, arrays or nests

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import numpy as np
 
@@ -110,28 +109,28 @@ class LastingState:
 
         Which streams there are shows only as they are drawn from.
         """
-        wanted = {k: v for k, v in self._parts().items() if k != "streams"}
-        return {"model": wanted["model"]} if weights_only else wanted
+        if weights_only:
+            # An optimizer may begin at the weights, so they come first.
+            return {"model": self._of_model()}
+        return {k: v for k, v in self._parts().items() if k != "streams"}
+
+    def _of_model(self) -> list[Variable]:
+        model = self._window_parts.model
+        if not model.built:
+            raise ValueError(errors.NOT_BUILT.format(model=model.name))
+        return [*model.trainable_variables, *model.non_trainable_variables]
 
     def _parts(self) -> dict[str, list[Variable]]:
         if self._variables is not None:
             return self._variables.parts
-        model, optimizer = (
-            self._window_parts.model,
-            self._window_parts.hooks.optimizer,
-        )
-        if not model.built:
-            raise ValueError(errors.NOT_BUILT.format(model=model.name))
+        of_model = self._of_model()
+        optimizer = self._window_parts.hooks.optimizer
         if not optimizer.built:
             with self._scope():
-                optimizer.build(model.trainable_variables)
-        parts: dict[str, Any] = {
-            "model": [
-                *model.trainable_variables,
-                *model.non_trainable_variables,
-            ],
+                optimizer.build(self._window_parts.model.trainable_variables)
+        return {
+            "model": of_model,
             "optimizer": list(optimizer.variables),
             "state": self._window_parts.state.variables,
             "tracked": list(self._window_parts.tracked),
         }
-        return parts

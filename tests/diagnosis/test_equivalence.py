@@ -344,3 +344,12 @@ def test_rounding_is_told_from_a_cause(policy):
     assert len(found.reasons) == 1
     assert found.reasons[0].startswith("It is rounding: computed in float64")
     assert model.get_layer("middle").dtype_policy.name == policy
+
+
+def test_rounding_to_float8_is_told_too_though_some_scales_are_infinite():
+    model = make_model(layers.Dense(8, name="middle"))
+    for layer in model.layers:
+        layer.quantize("float8")
+    found = check(model, loss="mse")
+    assert len(found.reasons) == 1
+    assert found.reasons[0].startswith("It is rounding: computed in float64")

@@ -136,6 +136,22 @@ def test_weights_alone_go_to_another_optimizer(tmp_path):
         np.testing.assert_array_equal(new, old)
 
 
+def test_optimizer_that_begins_at_the_weights_begins_at_restored_ones(tmp_path):
+    trainer = make_trainer()
+    fit_arrays(trainer, epochs=1)
+    trainer.save(tmp_path / "a")
+    optimizer = keras.optimizers.ScheduleFreeAdamW(0.0)
+    other = make_trainer(optimizer=optimizer)
+    other.restore(tmp_path / "a", weights_only=True)
+    fit_arrays(other, epochs=1)
+    slots = [v for v in optimizer.variables if v.name.endswith("momentum")]
+    weights = trainer.model.trainable_variables
+    for slot, weight in zip(slots, weights, strict=True):
+        np.testing.assert_array_equal(
+            keras.ops.convert_to_numpy(slot), keras.ops.convert_to_numpy(weight)
+        )
+
+
 def test_the_best_checkpoint_can_be_restored(tmp_path):
     trainer = make_trainer()
     history = fit_arrays(
