@@ -120,6 +120,7 @@ REMEDIES = {
 """What to do about it, by verdict."""
 
 _ADDED = "leave it out, by a coefficient of 0 if its layer has one"
+"""In place of `_WINDOW`, which does not see what layers add."""
 
 SUMS = {
     "add_loss": "give add_loss one value per example, which it adds up",
@@ -149,9 +150,11 @@ def _remedies(verdicts: Mapping[str, str], owner: str) -> str:
             begun = next(start for start in SUMS if origin.startswith(start))
             remedies.append(SUMS[begun])
         elif verdict != "right" or len(kinds) == 1:
-            remedies += REMEDIES[verdict]
-        if verdict == "couples" and origin.startswith("add_loss"):
-            remedies.append(_ADDED)
+            is_added = origin.startswith("add_loss")
+            remedies += [
+                remedy.replace(_WINDOW, _ADDED) if is_added else remedy
+                for remedy in REMEDIES[verdict]
+            ]
     if "sum" not in kinds:
         remedies.append(
             "choose {combine}(combine='mean') for the plain mean over "

@@ -216,9 +216,10 @@ def test_loss_that_couples_examples_is_not_said_to_be_a_mean(name):
     by = "GradientAccumulation" if is_added else "Trainer"
     message = refusal(*COUPLING[name](), by=by)
     assert "shows that it couples examples" in message
-    assert "WindowLossTrainer" in message
     assert "denominator=" not in message
+    # A loss over the window does not see what layers add.
     assert ("a coefficient of 0" in message) == is_added
+    assert ("WindowLossTrainer" in message) == (not is_added)
     assert f"{'Accumulation' if by == 'Trainer' else by}(combine='mean')" in (
         message
     )
@@ -233,7 +234,8 @@ def test_wrong_denominator_is_warned_of_once(name, by):
     messages = [str(warning.message) for warning in caught]
     (message,) = [m for m in messages if "denominator" in m]
     assert message.startswith("denominator='samples' must be")
-    assert "WindowLossTrainer" in message
+    remedies = {"contrastive": "a WindowLossTrainer", "router": "leave it out"}
+    assert remedies[name] in message.replace("Leave", "leave")
 
 
 RIGHT = {
