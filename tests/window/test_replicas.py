@@ -52,6 +52,35 @@ def assert_same_training(make_model, x, y, *counts, fit=None, **options):
 BATCH_SIZES = {"even": 24, "smaller": 28, "left over": 17, "few": 3}
 
 
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"),
+    reason="this version of Keras has no MultiOptimizer",
+)
+def test_optimizers_of_groups_step_on_replicas_as_on_one_device(rng):
+    def make_optimizer():
+        head = keras.optimizers.AdamW(
+            keras.optimizers.schedules.CosineDecay(0.01, 8),
+            name="head",
+            global_clipnorm=0.5,
+        )
+        base = keras.optimizers.SGD(0.05, momentum=0.9, name="base")
+        return keras.optimizers.MultiOptimizer(
+            keras.optimizers.OptimizerMap(head, {".*kernel": base})
+        )
+
+    trainer = assert_same_training(
+        make_mlp,
+        *targets(rng, 48),
+        2,
+        optimizer=make_optimizer,
+        fit={"batch_size": 24},
+    )
+    assert trainer.replicas == 2
+    assert {"learning_rate_head", "learning_rate_base"} <= set(
+        trainer.window_logs
+    )
+
+
 @pytest.mark.filterwarnings("ignore:Layer InputLayer does not have")
 def test_replicas_assign_the_scales_of_float8_as_one_device(rng):
     def make_model():

@@ -7,6 +7,7 @@ from quickest import JIT_COMPILE
 from accumtrainer import Trainer
 from accumtrainer.callbacks import GradientAccumulation
 from accumtrainer.keras_api import keras, ops
+from accumtrainer.window.objective import is_random_state
 
 X = np.random.default_rng(0).normal(size=(16, 3)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
@@ -159,3 +160,14 @@ def test_other_variable_outside_the_model_must_be_tracked():
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
     with pytest.raises(ValueError, match=r"self\.track"):
         fit(make_trainer(model, Counting))
+
+
+def test_states_of_generators_are_known_without_making_one(monkeypatch):
+    # A first one, made amid the trace of a replica, would be made by it.
+    states = [keras.random.SeedGenerator(0).state]
+    states += [v for v in make_augment().variables]
+    weights = make_model(None).dense
+    weights.build([None, 3])
+    monkeypatch.setattr(keras.random, "SeedGenerator", None)
+    assert all(map(is_random_state, states)) and len(states) == 2
+    assert not any(map(is_random_state, weights.variables))
