@@ -161,6 +161,16 @@ def adversarial(options, feed=None):
     return fitted(trainer, network, x=X, y=LABELS)
 
 
+def sharpness_aware(options, feed=None):
+    network = mlp(5, 3)
+    if options is None:
+        cls = originals.SharpnessAwareModel
+        return original(cls, network, x=X, y=LABELS)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    trainer = PORTS.SAM(network, radius=0.5, loss=loss, **options)
+    return fitted(trainer, network, x=X, y=LABELS)
+
+
 CASES = {
     case.__name__: case
     for case in (
@@ -172,6 +182,7 @@ CASES = {
         simclr,
         supervised_contrastive,
         adversarial,
+        sharpness_aware,
     )
 }
 
@@ -276,6 +287,7 @@ def test_port_that_draws_for_itself_goes_on_where_it_was_saved(name, tmp_path):
         ("diffusion", {"image_error"}),
         ("masked", {"hidden"}),
         ("wgan", {"critic", "penalty"}),
+        ("sharpness_aware", {"loss_before"}),
     ],
 )
 def test_port_logs_what_its_train_step_would(name, logged):
@@ -285,8 +297,11 @@ def test_port_logs_what_its_train_step_would(name, logged):
 
 
 @pytest.mark.parametrize("plan", ["fused", "streamed"])
-def test_second_derivatives_are_those_of_the_original_under_xla(plan, use_plan):
+@pytest.mark.parametrize("name", ["wgan", "sharpness_aware"])
+def test_further_gradients_are_those_of_the_original_under_xla(
+    name, plan, use_plan
+):
     use_plan(plan, jit_compile=True)
-    port = made("wgan", micro_batch_size=3)
+    port = made(name, micro_batch_size=3)
     port.train()
-    assert_alike(port.weights(), by_keras("wgan")[1])
+    assert_alike(port.weights(), by_keras(name)[1])

@@ -166,7 +166,7 @@ REPLACED_BY_A_LOSS = """Remove it, and use {model}Trainer instead of Trainer:
         def compute_loss(self, batch, info):
 {hook}
 
-where the second part of WeightedLoss is to be what the loss is averaged over."""
+where the second part of WeightedLoss is what the loss was averaged over."""
 
 REPLACED_BY_HOOKS = """Remove it, and let hooks do what it does:
 

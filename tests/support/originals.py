@@ -254,3 +254,27 @@ class AdversarialModel(Original):
 
         moved = x + 0.1 * ops.sign(differentiate_by_input(loss_at, x))
         return self.descend(lambda: loss_at(moved))
+
+
+class SharpnessAwareModel(Original):
+    """Foret et al. 2020: the gradient from the worst place nearby."""
+
+    def train_step(self, data):
+        x, y = data
+        (network,) = self.parts
+        weights = network.trainable_variables
+        measure = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+        def loss():
+            return measure(y, network(x, training=True))
+
+        value, gradients = differentiate(loss, weights)
+        norm = ops.sqrt(sum(ops.sum(g**2) for g in gradients))
+        before = [ops.copy(weight.value) for weight in weights]
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.assign(weight.value + 0.5 * gradient / (norm + 1e-12))
+        _, gradients = differentiate(loss, weights)
+        for weight, old in zip(weights, before, strict=True):
+            weight.assign(old)
+        self.optimizer.apply(gradients, weights)
+        return {"loss": value}
