@@ -141,7 +141,26 @@ def _find_descent(step: ast.FunctionDef) -> _Descent | None:
     names_losses = any("self.losses" in ast.unparse(s) for s in statements)
     if has_branches or names_losses or not is_known:
         return None
-    return _Descent(step.args.args[-1].arg, statements, loss.id)
+    arguments = [argument.arg for argument in step.args.args]
+    if len(arguments) != 2 or not _takes_in_whole(statements, arguments[-1]):
+        return None
+    return _Descent(arguments[-1], statements, loss.id)
+
+
+def _takes_in_whole(statements: list[ast.stmt], data: str) -> bool:
+    """Tell whether data are x, or are taken apart into x, y and weights."""
+    nodes = [node for s in statements for node in ast.walk(s)]
+    names = [
+        len(target.elts)
+        for node in nodes
+        if isinstance(node, ast.Assign) and data in _read_in(node.value)
+        for target in node.targets
+        if isinstance(target, ast.Tuple)
+    ]
+    return all(count <= len(PARTS) for count in names) and not any(
+        isinstance(node, ast.Subscript) and data in _read_in(node.value)
+        for node in nodes
+    )
 
 
 def _are_all(variables: ast.expr | None, after: list[ast.stmt]) -> bool:

@@ -121,6 +121,35 @@ class AddsPenalties(Net):
         return {}
 
 
+class TakesAnyArguments(Net):
+    def train_step(self, *data):
+        with tf.GradientTape() as tape:
+            loss = ops.mean(self(*data))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {}
+
+
+class TakesFirstOfData(Net):
+    def train_step(self, data):
+        x = data[0]
+        with tf.GradientTape() as tape:
+            loss = ops.mean(self(x))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {}
+
+
+class TakesFourParts(Net):
+    def train_step(self, data):
+        x, y, z, w = data
+        with tf.GradientTape() as tape:
+            loss = ops.mean(self(x) + y + z + w)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {}
+
+
 class TakesTwoSteps(Net):
     def train_step(self, data):
         for _ in range(2):
@@ -230,6 +259,9 @@ def test_compiled_loss_needs_no_hook():
         KeepsAnAverage,
         OfJax,
         SomeDistance,
+        TakesAnyArguments,
+        TakesFirstOfData,
+        TakesFourParts,
         TakesTwoSteps,
         TrainsAPart,
     ],

@@ -146,6 +146,23 @@ def test_update_at_weights_that_are_not_finite_is_skipped():
     assert all(np.isfinite(value).all() for value in state_of(trainer))
 
 
+@pytest.mark.parametrize("plan", PLANS)
+def test_overflow_of_the_first_gradient_halves_the_scale(plan, use_plan):
+    use_plan(plan)
+    keras.mixed_precision.set_dtype_policy("mixed_float16")
+    trainer = make_trainer(
+        Uphill, make_mlp_of_two(), loss_scale=LossScale(initial=2.0**24)
+    )
+    scales = []
+    for _ in range(16):
+        trainer.train_on_batch(X, Y)
+        scales.append(trainer.window_logs["loss_scale"])
+    skipped = trainer.progress.skipped_updates
+    assert 0 < skipped < 16 and trainer.progress.updates == 16 - skipped
+    assert scales[skipped] == 2.0 ** (24 - skipped)
+    assert all(np.isfinite(value).all() for value in state_of(trainer))
+
+
 class LogsGradients(Uphill):
     """Logs how large the gradients are at the weights and beside them."""
 
