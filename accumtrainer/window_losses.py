@@ -177,6 +177,44 @@ def nt_xent_loss(
     )
 
 
+def supervised_contrastive_loss(
+    embeddings: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float | Tensor = 0.1,
+) -> Tensor:
+    """Find each example's friends, those of its label, among all others.
+
+    Khosla et al. 2020, "Supervised Contrastive Learning" (arXiv:2004.11362),
+    equation 2, with the embeddings normalized. Anchors without a friend are
+    left out of the mean.
+
+    Args:
+        embeddings: `[n, d]`, float32.
+        labels: `[n]` or `[n, 1]`, ints.
+        temperature: float, or a scalar tensor such as a learned one.
+
+    Returns:
+        Scalar, float32, the mean over anchors.
+
+    Example:
+        >>> import numpy as np
+        >>> points = np.array([[1, 0], [1, 0], [0, 1]], "float32")
+        >>> float(supervised_contrastive_loss(
+        ...     points, np.array([0, 0, 1]), temperature=1.0))
+        0.3132617
+    """
+    embeddings = _normalized(embeddings)
+    friends, _ = _friends_and_strangers(labels)
+    logits = ops.matmul(embeddings, ops.transpose(embeddings)) / temperature
+    itself = ops.eye(ops.shape(embeddings)[0], dtype="bool")
+    among = ops.logsumexp(ops.where(itself, FAR_BELOW, logits), axis=1)
+    missed = ops.where(friends, among[:, None] - logits, 0.0)
+    counts = ops.sum(ops.cast(friends, "float32"), axis=1)
+    losses = ops.divide_no_nan(ops.sum(missed, axis=1), counts)
+    return _weighted_mean(losses, counts > 0, None)
+
+
 def pairwise_distances(embeddings: Tensor, *, squared: bool = False) -> Tensor:
     """Compute the Euclidean distances between all embeddings.
 

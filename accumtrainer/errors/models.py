@@ -149,6 +149,46 @@ MODEL_WITH_OWN_STEP = (
     "Received: {model}.{step}. Move what it does into {remedy}."
 )
 
+MODEL_WITH_OWN_TRAIN_STEP = (
+    "model must not override train_step, which takes a whole batch, because a "
+    "Trainer trains on micro-batches. Received: {model}.train_step. {remedy} "
+    "docs/train_step.md says which part of a train_step goes into which hook."
+)
+
+REPLACED_BY_COMPILED_LOSS = (
+    "Remove it, and nothing else: its loss is that of Model.compile or of the "
+    "model's compute_loss, which a Trainer takes by itself."
+)
+
+REPLACED_BY_A_LOSS = """Remove it, and use {model}Trainer instead of Trainer:
+
+    class {model}Trainer(Trainer):
+        def compute_loss(self, batch, info):
+{hook}
+
+where the second part of WeightedLoss is what the loss was averaged over."""
+
+REPLACED_BY_HOOKS = """Remove it, and let hooks do what it does:
+
+    class {model}Trainer(Trainer):
+        def compute_loss(self, batch, info):
+            outputs = self.model(batch.x, training=info.training)
+            losses = ...  # of each sample
+            return WeightedLoss(ops.mean(losses), ops.shape(losses)[0])
+
+        def on_apply(self, gradients, info):
+            return gradients  # changed as train_step changes them
+
+        def after_apply(self, info):
+            ...  # what follows the optimizer, such as a moving average
+
+Two optimizers of two models are two Trainers in turns."""
+
+TEST_STEP_TOO = (
+    " Its test_step may go too: compute_loss is called in validation as well, "
+    "where info.training is false."
+)
+
 MODEL_WITH_OWN_TEST_STEP = (
     "model must not override test_step or make_test_function where several "
     "processes evaluate it. Received: {model} in {processes} processes, which "
@@ -222,7 +262,7 @@ MODEL_WITH_OWN_TRAINING = (
     "takes its place: several batches make one update, and what {name} does "
     "with a batch alone would be lost. Received: {model}.{name}. Move the "
     "loss into the model's compute_loss, which is honoured, or use a Trainer "
-    "and its hooks."
+    "and its hooks, as docs/train_step.md shows."
 )
 
 OWN_TRAIN_FUNCTION = (

@@ -66,6 +66,7 @@ class Step:
             packed, rows = function(argument)
             report = Report(packed, rows, **join)
         else:
+            self._perturb(window)
             function, calls, used = self._stream(window, window.split())
             rows, marks = zip(*starmap(function, calls), strict=True)
             apply = self._apply(window.is_even, join_uses([*used, *marks]))
@@ -126,6 +127,7 @@ class Step:
         Raises:
             DataError: see `Backend.check`.
         """
+        self._perturb(window)
         function, calls, _ = self._stream(window, window.split())
         rows = [function(*call)[0] for call in calls]
         is_even = window.is_even
@@ -194,6 +196,21 @@ class Step:
         key = "window", program.passes.measures_gradients
         return self.function(key, run), argument, join
 
+    def _perturb(self, window: Window) -> None:
+        """Run a window's micro-batches ahead, if weights move by them."""
+        program, is_even = self._program, window.is_even
+        if not program.passes.perturbs:
+            return
+        function, calls, _ = self._stream(window, window.split())
+        for call in calls:
+            function(*call)
+
+        def move(count: Tensor) -> None:
+            program.perturb(count, is_even)
+
+        compiled = self.function(("perturb", is_even), move)
+        compiled(self._constant(window.micro_batches))
+
     def _stream(
         self, window: Window, batches: Sequence[Batch]
     ) -> tuple[Compiled, list[tuple], list[Uses]]:
@@ -207,6 +224,8 @@ class Step:
         """
         program, is_even = self._program, window.is_even
         program.variables.make_accumulators()
+        if program.passes.perturbs:
+            program.variables.make_weights_before()
         count = self._constant(window.micro_batches)
         places = [
             (batch, self._constant(index), count)

@@ -30,6 +30,7 @@ from accumtrainer.keras_api import (
 from accumtrainer.keras_api.types import Model, Optimizer
 from accumtrainer.observers.callback import check_callback, flatten_callbacks
 from accumtrainer.steps import Backend, make_backend
+from accumtrainer.training.train_steps import refusal_of_train_step
 from accumtrainer.window.hooks import Hooks, overrides
 from accumtrainer.window.loss_scale import computes_in_float16
 
@@ -48,16 +49,16 @@ def check_model(model: Any) -> None:
             f"{type(model).__name__}. Wrap your layers in keras.Model or "
             "keras.Sequential."
         )
-    for step, remedy in (
-        ("train_step", "Trainer.compute_loss or Trainer.on_apply"),
-        ("make_train_function", "hooks of a Trainer"),
-    ):
-        if overrides(model, step):
-            raise ValueError(
-                errors.MODEL_WITH_OWN_STEP.format(
-                    model=type(model).__name__, step=step, remedy=remedy
-                )
+    if overrides(model, "train_step"):
+        raise ValueError(refusal_of_train_step(model))
+    if overrides(model, "make_train_function"):
+        raise ValueError(
+            errors.MODEL_WITH_OWN_STEP.format(
+                model=type(model).__name__,
+                step="make_train_function",
+                remedy="hooks of a Trainer",
             )
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ HOOK_NAMES = (
     "on_micro_batch",
     "compute_loss",
     "on_accumulate",
+    "perturb",
     "on_apply",
     "after_apply",
     "predict_step",
@@ -42,17 +43,19 @@ class Info:
         update: scalar tensor, int32, updates applied so far.
         epoch: scalar tensor, int32, index of the epoch.
         index: scalar tensor, int32, index of the micro-batch in its window;
-            `None` in `on_apply` and `after_apply`.
+            `None` in `perturb`, `on_apply` and `after_apply`.
         micro_batches: scalar tensor, int32, k. With several replicas, those
-            that this one runs; in `on_apply` and `after_apply` all of them.
+            that this one runs; in `perturb`, `on_apply` and `after_apply` all
+            of them.
         is_last: scalar tensor, bool, whether this is the window's last
-            micro-batch; `None` in `on_apply` and `after_apply`.
+            micro-batch; `None` where `index` is.
         loss: scalar tensor, float32: the micro-batch's loss in
-            `on_accumulate`, the window's in `on_apply` and `after_apply`.
+            `on_accumulate`, the window's in `perturb`, `on_apply` and
+            `after_apply`.
         weight: scalar tensor, float32, how much the micro-batch counts, in
             `on_accumulate`.
         total_weight: scalar tensor, float32, how much the window counts, in
-            `on_apply` and `after_apply`.
+            `perturb`, `on_apply` and `after_apply`.
         loss_scale: scalar tensor, float32, constant in a window, 1 where the
             loss is not scaled.
         training: whether gradients will be taken.
@@ -254,6 +257,24 @@ class Hooks:
         """
         del info
         return gradients
+
+    def perturb(self, gradients: list[Any], info: Info) -> list[Any]:
+        """Say where beside the weights the update's gradient is to be taken.
+
+        Where it is overridden, a window runs twice: at the weights, and where
+        this moves them to. The gradients there are those of the update, which
+        is made to the weights as they were.
+
+        Args:
+            gradients: list of tensors, those of the window at the weights, as
+                `on_apply` gets them.
+            info: `Info` with `loss` and `total_weight` of the window there.
+
+        Returns:
+            List of tensors of the same shapes, to be added to the weights.
+        """
+        del info
+        return [ops.zeros_like(gradient) for gradient in gradients]
 
     def on_apply(self, gradients: list[Any], info: Info) -> list[Any]:
         """Change the window's gradients before the optimizer clips them.

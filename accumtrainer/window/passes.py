@@ -48,6 +48,7 @@ class Passes:
         gradients: what is done with lists of gradients.
         caches_gradients: whether windows of several micro-batches are embedded
             first.
+        perturbs: whether windows run a second time, at moved weights.
         measures_gradients: whether to report the norm of each micro-batch's
             gradient too. What has been compiled does not notice a change.
     """
@@ -59,6 +60,7 @@ class Passes:
         self._state = parts.state
         self._backend = parts.backend
         self.caches_gradients = hooks.has_window_loss
+        self.perturbs = hooks.overrides("perturb")
         self._cache = GradientCache(parts)
         self._may_draw = any(map(hooks.overrides, HOOK_NAMES))
         self._may_weigh_losses = not (

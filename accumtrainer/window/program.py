@@ -14,6 +14,10 @@ In plain Python, the update of a window is
     else:
         forget the window; lower the loss scale
 
+Where there is a hook `perturb`, it is given `sums / total_weight` first and
+moves the weights; all else is put back, the loop runs again there, and the
+weights return before `on_apply`.
+
 A loss that couples the examples of a window needs gradient caching: see
 `accumtrainer.window.gradient_cache`.
 
@@ -117,7 +121,7 @@ class WindowProgram:
             parts,
             self.passes.gradients,
             survey,
-            caches_gradients=self.passes.caches_gradients,
+            runs_twice=self.passes.caches_gradients or self.passes.perturbs,
             before=self._before,
         )
         self._before = None
@@ -203,35 +207,55 @@ class WindowProgram:
         """
         micro_batches = length(stacked)
         weighing = self._weighing(is_even=True)
-        caches_gradients = self.caches_gradients(micro_batches)
-        if self.passes.weighs_losses and not caches_gradients:
+        if self.passes.weighs_losses and (
+            not self.caches_gradients(micro_batches)
+        ):
             weighing = weighing.divide_first(micro_batches)
         share = Share.whole(micro_batches, weighing)
-        if weighing.needs_totals:
+        count = ops.cast(micro_batches, "int32")
+        self.variables.keep_start()
+        with self.variables.begun_empty():
+            if self.passes.perturbs:
+                _, sums, _ = self._run_all(stacked, share)
+                before = self._update.perturb(count, weighing, sums)
+            per_micro_batch, sums, used = self._run_all(stacked, share)
+            if self.passes.perturbs:
+                self.variables.move_weights_back(before)
+            report = self._update.apply(count, weighing, sums, used)
+        return report | {"per_micro_batch": per_micro_batch}
+
+    def _run_all(
+        self, stacked: Batch, share: Share
+    ) -> tuple[Tensor, list[Tensor], Uses]:
+        """Run the micro-batches of a window, and what must be known ahead.
+
+        Args:
+            stacked: tensors `[k, m, ...]`.
+            share: of them all, without totals.
+
+        Returns:
+            Triple: `[k, n]`, see `Passes.run`; their sums of gradients; and
+            what has been added to them.
+        """
+        if share.weighing.needs_totals:
             totals = self.passes.scan_weights(stacked, share)
             share = share._replace(totals=totals)
-        self.variables.keep_start()
         sums = self.passes.gradients.no_sums()
-        cached = None
-        with self.variables.begun_empty():
-            if caches_gradients:
-                parts = self.passes.scan_embeddings(
-                    stacked, share, self.survey.embedding_dtypes
-                )
-                cotangents, loss, gradients = self._differentiate(
-                    join_rows(parts), micro_batches
-                )
-                cached = split_rows(cotangents, parts[0]), loss
-                sums = self.passes.gradients.add(sums, gradients)
-            per_micro_batch, sums, used = self.passes.scan(
-                stacked, share, self.variables.window, sums, cached=cached
+        micro_batches, cached, ahead = share.micro_batches, None, []
+        if self.caches_gradients(micro_batches):
+            parts = self.passes.scan_embeddings(
+                stacked, share, self.survey.embedding_dtypes
             )
-            if caches_gradients:
-                used = join_uses([used, uses(gradients)])
-            report = self._update.apply(
-                ops.cast(micro_batches, "int32"), weighing, list(sums), used
+            cotangents, loss, gradients = self._differentiate(
+                join_rows(parts), micro_batches
             )
-        return report | {"per_micro_batch": per_micro_batch}
+            cached = split_rows(cotangents, parts[0]), loss
+            sums = self.passes.gradients.add(sums, gradients)
+            ahead.append(uses(gradients))
+        rows, sums, used = self.passes.scan(
+            stacked, share, self.variables.window, sums, cached=cached
+        )
+        return rows, list(sums), join_uses([used, *ahead])
 
     def run_shares(self, shares: Shares) -> Outcome:
         """Consume a window that is shared out among replicas.
@@ -247,16 +271,26 @@ class WindowProgram:
         share, is_even = share_of(shares, self._backend.replicas.count)
         weighing = self._weighing(is_even=is_even)
         share = share._replace(weighing=weighing)
-        if weighing.needs_totals:
-            totals = self._shared.totals(shares, share)
-            share = share._replace(totals=totals)
+        count = ops.cast(share.total, "int32")
         self.variables.keep_start()
-        sums, per_micro_batch, used = self._shared.run(shares, share)
-        report = self._update.apply(
-            ops.cast(share.total, "int32"), weighing, sums, used
-        )
+        if self.passes.perturbs:
+            sums, _, _ = self._run_all_shares(shares, share)
+            before = self._update.perturb(count, weighing, sums)
+        sums, per_micro_batch, used = self._run_all_shares(shares, share)
+        if self.passes.perturbs:
+            self.variables.move_weights_back(before)
+        report = self._update.apply(count, weighing, sums, used)
         self.variables.window.clear()
         return report | {"per_micro_batch": per_micro_batch}
+
+    def _run_all_shares(
+        self, shares: Shares, share: Share
+    ) -> tuple[list[Tensor], Tensor, Uses]:
+        """Have replicas run their shares; see `SharedWindow.run`."""
+        if share.weighing.needs_totals:
+            totals = self._shared.totals(shares, share)
+            share = share._replace(totals=totals)
+        return self._shared.run(shares, share)
 
     # One micro-batch after the other.
 
@@ -334,6 +368,28 @@ class WindowProgram:
             joined, micro_batches, self.variables.window
         )
 
+    def perturb(self, micro_batches: Tensor, is_even: bool) -> None:
+        """Move the weights to where the window is to run again.
+
+        What must keep them meanwhile has been made.
+
+        Args:
+            micro_batches: scalar, int32, k.
+            is_even: as given to `run_micro_batch`.
+        """
+        variables = self.variables
+        before = self._update.perturb(
+            micro_batches, self._weighing(is_even), variables.accumulated
+        )
+        for kept, value in zip(variables.weights_before, before, strict=True):
+            kept.assign(value)
+        variables.clear_gradients()
+
+    def _move_weights_back(self) -> None:
+        if self.passes.perturbs:
+            kept = self.variables.weights_before
+            self.variables.move_weights_back([v.value for v in kept])
+
     def apply(
         self, micro_batches: Tensor, is_even: bool, used: Uses
     ) -> Outcome:
@@ -344,6 +400,7 @@ class WindowProgram:
             is_even: as given to `run_micro_batch`.
             used: by all of them.
         """
+        self._move_weights_back()
         report = self._update.apply(
             micro_batches,
             self._weighing(is_even),
@@ -360,6 +417,7 @@ class WindowProgram:
 
         See `Update.take_gradients`.
         """
+        self._move_weights_back()
         taken = self._update.take_gradients(
             micro_batches,
             self._weighing(is_even),

@@ -137,6 +137,8 @@ def take_survey(parts: WindowParts, passes: Passes, batch: Batch) -> Survey:
         info = replace(
             info, index=None, is_last=None, weight=None, total_weight=loss
         )
+        moves = hooks.perturb(zeros, info)
+        check_gradients("perturb", zeros, moves)
         gradients = hooks.on_apply(zeros, info)
         check_gradients("on_apply", zeros, gradients)
         hooks.after_apply(info)

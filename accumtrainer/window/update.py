@@ -81,17 +81,8 @@ class Update:
         state = self._state
         count = ops.cast(micro_batches, "float32")
         means, added = self._window_means()
-        loss = total_loss(
-            means, self._variables.survey.losses, added.regularization / count
-        )
-        info = Info(
-            update=ops.copy(state.updates.value),
-            epoch=state.epoch.value,
-            micro_batches=micro_batches,
-            loss=loss,
-            total_weight=added.weight,
-            loss_scale=state.loss_scale.value,
-        )
+        info = self._info(micro_batches, means, added)
+        loss = info.loss
         divisor = gradient_divisor(
             weighing, total_weight=added.weight, micro_batches=count
         )
@@ -129,6 +120,48 @@ class Update:
             "running": self.running_logs(),
             "counters": self._counters(is_finite),
         }
+
+    def _info(self, micro_batches: Tensor, means: Tensor, added: Sums) -> Info:
+        """Tell hooks of a window what there is to be told of it."""
+        state = self._state
+        count = ops.cast(micro_batches, "float32")
+        loss = total_loss(
+            means, self._variables.survey.losses, added.regularization / count
+        )
+        return Info(
+            update=ops.copy(state.updates.value),
+            epoch=state.epoch.value,
+            micro_batches=micro_batches,
+            loss=loss,
+            total_weight=added.weight,
+            loss_scale=state.loss_scale.value,
+        )
+
+    def perturb(
+        self, micro_batches: Tensor, weighing: Weighing, sums: list[Tensor]
+    ) -> list[Tensor]:
+        """Move the weights to where the window is to run again.
+
+        Everything else is put back, so that it runs as it did.
+
+        Args:
+            micro_batches: scalar, int32, k.
+            weighing: of the window.
+            sums: its weighted gradients, float32.
+
+        Returns:
+            List of tensors, the weights before they moved.
+        """
+        info = self._info(micro_batches, *self._window_means())
+        _, gradients = self.take_gradients(micro_batches, weighing, sums)
+        with collect_logs(self._hooks) as logs:
+            moves = self._gradients.changed_by(
+                self._hooks.perturb, gradients, info
+            )
+        self._variables.window.clear()
+        self._variables.window.add_logs(logs)
+        self._variables.put_back()
+        return self._variables.move_weights(moves)
 
     def _finish(
         self, sums: list[Tensor], divisor: Tensor | None, info: Info

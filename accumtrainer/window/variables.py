@@ -24,7 +24,7 @@ class WindowVariables:
         parts: whose windows they are.
         gradients: what is done with lists of gradients.
         survey: of a first micro-batch.
-        caches_gradients: whether windows may be run through twice.
+        runs_twice: whether windows may be run through twice.
         before: those of a program that this one takes the place of, amid an
             epoch whose sums go on.
 
@@ -35,6 +35,8 @@ class WindowVariables:
         captured: variables that hooks read and nobody moves.
         accumulators: variables to which gradients are added from one call to
             the next; see `make_accumulators`.
+        weights_before: variables with the weights as they were before they
+            moved, from one call to the next; see `make_weights_before`.
         streams: random states that are drawn from and belong to nobody.
         start: variables with the values that a window began with.
         moved: variables that micro-batches give new values.
@@ -46,7 +48,7 @@ class WindowVariables:
         gradients: Gradients,
         survey: Survey,
         *,
-        caches_gradients: bool,
+        runs_twice: bool,
         before: "WindowVariables | None" = None,
     ):
         self._parts = parts
@@ -56,8 +58,9 @@ class WindowVariables:
         self._backend = parts.backend
         self._of_loss = parts.hooks.variables_of_loss
         self._gradients = gradients
-        self._caches_gradients = caches_gradients
+        self._runs_twice = runs_twice
         self.accumulators: list[Variable] = []
+        self.weights_before: list[Variable] = []
         self._running_sums: dict[Any, list[RunningSums]] = {}
         self._surveys: dict[Any, Survey] = {}
         self.kinds_of_epoch: frozenset[Hashable] = frozenset()
@@ -98,7 +101,7 @@ class WindowVariables:
             v
             for v in [*survey.written, *streams]
             # A window that is run through twice draws the same numbers twice.
-            if self._caches_gradients or not is_random_state(v)
+            if self._runs_twice or not is_random_state(v)
         )
 
     def follow(self, survey: Survey) -> None:
@@ -183,7 +186,8 @@ class WindowVariables:
         windows = [
             v for w, _ in self._running_sums.values() for v in w.variables
         ]
-        return [*windows, *self.start, *self.accumulators]
+        last = [*self.accumulators, *self.weights_before]
+        return [*windows, *self.start, *last]
 
     @property
     def all_variables(self) -> list[Variable]:
@@ -235,6 +239,65 @@ class WindowVariables:
             for position, v in enumerate(self._model.trainable_variables)
         ]
 
+    def make_weights_before(self) -> None:
+        """Make what keeps the weights while a window runs beside them."""
+        if len(self.weights_before) == len(self._model.trainable_variables):
+            return
+        self._backend.write_back()
+        self.weights_before = [
+            keras.Variable(
+                ops.convert_to_tensor(v),
+                dtype=v.dtype,
+                trainable=False,
+                name=f"weight_before_{position}",
+            )
+            for position, v in enumerate(self._model.trainable_variables)
+        ]
+
+    def move_weights(self, moves: list[Tensor | None]) -> list[Tensor]:
+        """Add to the weights, and return what they were.
+
+        Args:
+            moves: list of tensors, like the trainable variables.
+        """
+        variables, starts = self._model.trainable_variables, self._starts()
+        before = [*map(ops.copy, self._backend.replicas.read(variables))]
+        for position, (variable, value, move) in enumerate(
+            zip(variables, before, moves, strict=True)
+        ):
+            if position in self._gradients.overwritten:
+                continue
+            moved = ops.add(value, ops.cast(move, variable.dtype))
+            self._backend.replicas.write(variable, moved)
+            if id(variable) in starts:
+                starts[id(variable)].assign(moved)
+        return before
+
+    def move_weights_back(self, before: list[Tensor]) -> None:
+        """Undo `move_weights`.
+
+        What layers themselves have done to weights meanwhile stays, unless
+        the window is skipped.
+
+        Args:
+            before: what `move_weights` returned.
+        """
+        variables, starts = self._model.trainable_variables, self._starts()
+        now = self._backend.replicas.read(variables)
+        for variable, value, old in zip(variables, now, before, strict=True):
+            start = starts.get(id(variable))
+            if start is None:
+                self._backend.replicas.write(variable, old)
+                continue
+            returned = value - (start.value - old)
+            self._backend.replicas.write(variable, returned)
+            start.assign(old)
+
+    def _starts(self) -> dict[int, Variable]:
+        """Return what keeps a variable's start, by the variable's id."""
+        pairs = zip(self._kept, self.start, strict=True)
+        return {id(variable): start for variable, start in pairs}
+
     def accumulate(self, gradients: list[Tensor | None]) -> None:
         """Add gradients to the accumulators, `None` standing for nothing."""
         for position, (total, gradient) in enumerate(
@@ -269,6 +332,10 @@ class WindowVariables:
     def clear_sums(self) -> None:
         """Begin with sums of no micro-batches, of losses and of gradients."""
         self.window.clear()
+        self.clear_gradients()
+
+    def clear_gradients(self) -> None:
+        """Begin with sums of no gradients."""
         for position, accumulator in enumerate(self.accumulators):
             least = self._gradients.least(position)
             value = accumulator.value

@@ -333,7 +333,7 @@ def test_trainer_refuses_a_bad_argument(make, error, words):
             lambda: own_step("train_step"),
             ValueError,
             "model must not override train_step",
-            "Trainer.compute_loss",
+            "def compute_loss(self, batch, info)",
         ),
         row(
             "model-with-train-function",

@@ -16,6 +16,7 @@ from accumtrainer.window_losses import (
     batch_hard_triplet_loss,
     info_nce_loss,
     nt_xent_loss,
+    supervised_contrastive_loss,
 )
 
 layers = keras.layers
@@ -58,6 +59,7 @@ LOSSES = {
         e[:, 0], e[:, 1], temperature=0.2, symmetric=True
     ),
     "NT-Xent": lambda e, y: nt_xent_loss(e[:, 0], e[:, 1]),
+    "supervised": lambda e, y: supervised_contrastive_loss(e[:, 0], y),
 }
 
 
@@ -427,6 +429,22 @@ def test_contrastive_losses_equal_loops():
     assert float(received) == pytest.approx(np.mean(expected), rel=1e-5)
 
 
+def test_supervised_contrastive_loss_equals_loops():
+    embeddings, labels = random_embeddings()
+    points = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
+    similar = points @ points.T / 0.3
+    np.fill_diagonal(similar, -np.inf)
+    expected = []
+    for anchor, label in enumerate(labels):
+        friends = [p for p in np.flatnonzero(labels == label) if p != anchor]
+        if friends:
+            found = [cross_entropy(similar[anchor], p) for p in friends]
+            expected.append(np.mean(found))
+    assert len(expected) == 8  # one of the nine has no friend
+    received = supervised_contrastive_loss(embeddings, labels, temperature=0.3)
+    assert float(received) == pytest.approx(np.mean(expected), rel=1e-5)
+
+
 def test_weights_of_anchors_weigh_their_losses():
     embeddings, labels = random_embeddings()
     weights = np.array([1, 0, 0, 0, 0, 0, 0, 0, 0], "float32")
@@ -448,6 +466,11 @@ def test_nothing_to_compare_with_is_no_loss(loss_fn, labels):
             np.eye(3, dtype="float32"), np.array(labels), margin=margin
         )
         assert float(value) == 0
+
+
+def test_labels_that_are_all_different_are_no_supervised_loss():
+    points = np.eye(3, dtype="float32")
+    assert float(supervised_contrastive_loss(points, np.arange(3))) == 0
 
 
 def test_equal_embeddings_have_a_finite_gradient():

@@ -1,0 +1,247 @@
+"""What a model's own `train_step` becomes: hooks, shown where it is refused.
+
+The source of the method is read. Where it computes one loss, takes its
+gradients and applies them, the hook that replaces it is made of its own lines;
+of any other, the general shape is shown.
+"""
+
+import ast
+import copy
+import inspect
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+from accumtrainer import errors
+from accumtrainer.keras_api.types import Model
+from accumtrainer.window.hooks import overrides
+
+APPLYING = ("apply", "apply_gradients", "minimize")
+ALL_TRAINABLE = ("self.trainable_variables", "self.trainable_weights")
+PARTS = ("batch.x", "batch.y", "batch.sample_weight")
+UNPACKING = "unpack_x_y_sample_weight"
+
+# A hook that is longer is not taken in at a glance.
+MOST_LINES = 15
+
+
+def refusal_of_train_step(model: Model) -> str:
+    """Say why a `train_step` is refused, and what replaces it.
+
+    Args:
+        model: whose class, or which itself, overrides it.
+    """
+    name = type(model).__name__
+    remedy = errors.REPLACED_BY_HOOKS.format(model=name)
+    step = _read(model)
+    descent = None if step is None else _find_descent(step)
+    if descent is not None:
+        hook = descent.as_hook()
+        if descent.is_of_keras:
+            remedy = errors.REPLACED_BY_COMPILED_LOSS
+        elif len(hook) <= MOST_LINES:
+            remedy = errors.REPLACED_BY_A_LOSS.format(
+                model=name, hook=textwrap.indent("\n".join(hook), " " * 12)
+            )
+    if overrides(model, "test_step"):
+        remedy += errors.TEST_STEP_TOO
+    return errors.MODEL_WITH_OWN_TRAIN_STEP.format(model=name, remedy=remedy)
+
+
+def _read(model: Model) -> ast.FunctionDef | None:
+    """Read the method's source, `None` where there is none to be read."""
+    method: Any = model.train_step
+    try:
+        source = textwrap.dedent(inspect.getsource(method))
+        found = ast.parse(source).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return None
+    return found if isinstance(found, ast.FunctionDef) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Descent:
+    """A method that computes a loss and applies its gradients.
+
+    Args:
+        data: name of the method's argument.
+        statements: what leads to the loss.
+        loss: name of the variable that holds it.
+    """
+
+    data: str
+    statements: list[ast.stmt]
+    loss: str
+
+    @property
+    def is_of_keras(self) -> bool:
+        """Whether the loss is that of `Model.compute_loss`, as it is."""
+        given = [s for s in self.statements if self.loss in _stored_in(s)]
+        value = getattr(given[0], "value", None)
+        return len(given) == 1 and (
+            isinstance(value, ast.Call)
+            and ast.unparse(value.func) == "self.compute_loss"
+        )
+
+    def as_hook(self) -> list[str]:
+        """Write the lines of `compute_loss`, list of str."""
+        lines, counted, is_read = [], "batch.x", False
+        for statement in self.statements:
+            target = self._unpacked_into(statement)
+            if target is None:
+                moved = _IntoHook().visit(copy.deepcopy(statement))
+                lines.extend(ast.unparse(moved).splitlines())
+                is_read = is_read or self.data in _read_in(moved)
+                continue
+            parts = getattr(target, "elts", [target])
+            names = ", ".join(map(ast.unparse, parts))
+            lines.append(f"{names} = {', '.join(PARTS[: len(parts)])}")
+            counted = next(iter(_stored_in(parts[0])), counted)
+        if is_read:
+            lines.insert(0, f"{self.data} = batch.x")
+        count = f"ops.shape({counted})[0]"
+        return [*lines, f"return WeightedLoss({self.loss}, {count})"]
+
+    def _unpacked_into(self, statement: ast.stmt) -> ast.expr | None:
+        """Return into what a statement takes the data apart, if it does."""
+        if not isinstance(statement, ast.Assign):
+            return None
+        value = statement.value
+        unpacks = isinstance(value, ast.Call) and _name(value) == UNPACKING
+        is_data = isinstance(value, ast.Name) and value.id == self.data
+        return statement.targets[0] if unpacks or is_data else None
+
+
+def _find_descent(step: ast.FunctionDef) -> _Descent | None:
+    """Find what a method descends, `None` if it does anything else."""
+    tapes = [
+        statement
+        for statement in step.body
+        if isinstance(statement, ast.With)
+        and "GradientTape" in ast.unparse(statement.items[0])
+    ]
+    calls = [node for node in ast.walk(step) if isinstance(node, ast.Call)]
+    taken = [call for call in calls if _name(call) == "gradient"]
+    applied = [call for call in calls if _name(call) in APPLYING]
+    if not len(tapes) == len(taken) == len(applied) == 1:
+        return None
+    loss, variables = (taken[0].args + [None, None])[:2]
+    before = step.body[: step.body.index(tapes[0])]
+    after = step.body[step.body.index(tapes[0]) + 1 :]
+    if not isinstance(loss, ast.Name) or not _are_all(variables, after):
+        return None
+    if not all(_is_expected(statement) for statement in after):
+        return None
+    statements = [s for s in [*before, *tapes[0].body] if not _is_idle(s)]
+    branches = (ast.For, ast.While, ast.If, ast.With, ast.Try, ast.FunctionDef)
+    has_branches = any(
+        isinstance(node, branches) for s in statements for node in ast.walk(s)
+    )
+    is_known = any(loss.id in _stored_in(s) for s in statements)
+    names_losses = any("self.losses" in ast.unparse(s) for s in statements)
+    if has_branches or names_losses or not is_known:
+        return None
+    arguments = [argument.arg for argument in step.args.args]
+    if len(arguments) != 2 or not _takes_in_whole(statements, arguments[-1]):
+        return None
+    return _Descent(arguments[-1], statements, loss.id)
+
+
+def _takes_in_whole(statements: list[ast.stmt], data: str) -> bool:
+    """Tell whether data are x, or are taken apart into x, y and weights."""
+    nodes = [node for s in statements for node in ast.walk(s)]
+    names = [
+        len(target.elts)
+        for node in nodes
+        if isinstance(node, ast.Assign) and data in _read_in(node.value)
+        for target in node.targets
+        if isinstance(target, ast.Tuple)
+    ]
+    return all(count <= len(PARTS) for count in names) and not any(
+        isinstance(node, ast.Subscript) and data in _read_in(node.value)
+        for node in nodes
+    )
+
+
+def _are_all(variables: ast.expr | None, after: list[ast.stmt]) -> bool:
+    """Tell whether the loss is differentiated by all of the model."""
+    if variables is None:
+        return False
+    text = ast.unparse(variables)
+    known = {
+        ast.unparse(s.targets[0]): ast.unparse(s.value)
+        for s in after
+        if isinstance(s, ast.Assign)
+    }
+    return known.get(text, text) in ALL_TRAINABLE
+
+
+def _is_expected(statement: ast.stmt) -> bool:
+    """Tell whether a Trainer does by itself what follows a loss.
+
+    It takes gradients, applies them as they are, and keeps metrics.
+    """
+    if isinstance(statement, ast.Return):
+        return True
+    if isinstance(statement, ast.For):  # over metrics
+        return "self.metrics" in ast.unparse(statement.iter)
+    value = getattr(statement, "value", None)
+    if isinstance(statement, ast.Assign):
+        is_gradient = isinstance(value, ast.Call) and _name(value) == "gradient"
+        return is_gradient or ast.unparse(statement.value) in ALL_TRAINABLE
+    return isinstance(value, ast.Call) and _name(value) in (
+        *APPLYING,
+        "update_state",
+        "compute_metrics",
+    )
+
+
+def _is_idle(statement: ast.stmt) -> bool:
+    """Tell whether a hook has no use for a statement before the loss."""
+    text = ast.unparse(statement)
+    if isinstance(statement, ast.If):  # whether data are a tuple
+        return text.startswith("if isinstance(")
+    if isinstance(statement, ast.AugAssign):  # a Trainer adds these
+        return "self.losses" in text
+    value = getattr(statement, "value", None)
+    return isinstance(statement, ast.Expr) and (
+        isinstance(value, ast.Constant)
+        or (isinstance(value, ast.Call) and _name(value) == "update_state")
+    )
+
+
+def _name(call: ast.Call) -> str:
+    return ast.unparse(call.func).rpartition(".")[2]
+
+
+def _names_in(node: ast.AST, context: type[ast.expr_context]) -> list[str]:
+    return [
+        found.id
+        for found in ast.walk(node)
+        if isinstance(found, ast.Name) and isinstance(found.ctx, context)
+    ]
+
+
+def _stored_in(node: ast.AST) -> list[str]:
+    return _names_in(node, ast.Store)
+
+
+def _read_in(node: ast.AST) -> list[str]:
+    return _names_in(node, ast.Load)
+
+
+class _IntoHook(ast.NodeTransformer):
+    """Makes of what a model says what its Trainer says."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        is_self = node.id == "self"
+        return ast.Attribute(node, "model", node.ctx) if is_self else node
+
+    def visit_keyword(self, node: ast.keyword) -> ast.keyword:
+        """Ask the hook's own `info` whether this is training."""
+        if node.arg == "training" and ast.unparse(node.value) == "True":
+            info = ast.Name("info", ast.Load())
+            value = ast.Attribute(info, "training", ast.Load())
+            return ast.keyword("training", value)
+        self.generic_visit(node)
+        return node

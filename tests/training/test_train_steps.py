@@ -1,0 +1,273 @@
+"""Claims about how a model with a `train_step` of its own is refused."""
+
+import textwrap
+
+import numpy as np
+import pytest
+
+from accumtrainer import Accumulation, Trainer, WeightedLoss
+from accumtrainer.keras_api import BACKEND, keras, ops
+
+if BACKEND == "tensorflow":
+    import tensorflow as tf
+
+X = np.random.default_rng(0).normal(size=[12, 4]).astype("float32")
+
+
+class Net(keras.Model):
+    """Reconstructs its inputs, with any `train_step`."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = keras.layers.Dense(3, activation="tanh")
+        self.dense = keras.layers.Dense(4)
+        self.loss_tracker = keras.metrics.Mean()
+
+    def call(self, x, training=False):
+        return self.dense(self.hidden(x))
+
+
+class Descends(Net):
+    def train_step(self, data):
+        """Descend a loss, and nothing else."""
+        x, y = data
+        with tf.GradientTape() as tape:
+            found = self(x, training=True)
+            loss = ops.mean(ops.square(found - y))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+class AsInKerasExamples(Net):
+    """Asks for the kind of data, and has a tracker and a penalty."""
+
+    def train_step(self, data):
+        if isinstance(data, tuple):
+            data = data[0]
+        with tf.GradientTape() as tape:
+            errors = ops.square(self(data, training=True) - data)
+            total_loss = ops.mean(ops.sum(errors, axis=-1))
+            total_loss += sum(self.losses)
+        weights = self.trainable_weights
+        grads = tape.gradient(total_loss, weights)
+        self.optimizer.apply_gradients(zip(grads, weights))  # noqa: B905
+        self.loss_tracker.update_state(total_loss)
+        return {"loss": self.loss_tracker.result()}
+
+    def test_step(self, data):
+        return {}
+
+
+class ByTheCompiledLoss(Net):
+    def train_step(self, data):
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(x, y, y_pred, sample_weight)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        for metric in self.metrics:
+            metric.update_state(y, y_pred)
+        return {m.name: m.result() for m in self.metrics}
+
+
+class Clips(Net):
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = ops.mean(self(data))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        gradients = [ops.clip(g, -1.0, 1.0) for g in gradients]
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {}
+
+
+class TrainsAPart(Net):
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = ops.mean(self(data))
+        gradients = tape.gradient(loss, self.dense.trainable_variables)
+        self.optimizer.apply(gradients, self.dense.trainable_variables)
+        return {}
+
+
+class KeepsAnAverage(Net):
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = ops.mean(self(data))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self.average.assign(0.9 * self.average)
+        return {}
+
+
+class Branches(Net):
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = ops.mean(self(data))
+            if self.is_sparse:
+                loss = loss + 1.0
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {}
+
+
+class AddsPenalties(Net):
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = ops.mean(self(data)) + sum(self.losses)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {}
+
+
+class TakesAnyArguments(Net):
+    def train_step(self, *data):
+        with tf.GradientTape() as tape:
+            loss = ops.mean(self(*data))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {}
+
+
+class TakesFirstOfData(Net):
+    def train_step(self, data):
+        x = data[0]
+        with tf.GradientTape() as tape:
+            loss = ops.mean(self(x))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {}
+
+
+class TakesFourParts(Net):
+    def train_step(self, data):
+        x, y, z, w = data
+        with tf.GradientTape() as tape:
+            loss = ops.mean(self(x) + y + z + w)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {}
+
+
+class TakesTwoSteps(Net):
+    def train_step(self, data):
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                loss = ops.mean(self(data))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+        return {}
+
+
+class OfJax(Net):
+    def train_step(self, state, data):
+        return {}, state
+
+
+class SomeDistance(Net):
+    train_step = eval("lambda self, data: {}")  # without a source
+
+
+def message_for(cls):
+    with pytest.raises(ValueError) as caught:
+        Trainer(cls(), optimizer="sgd")
+    message = str(caught.value)
+    assert message.startswith("model must not override train_step")
+    assert f"Received: {cls.__name__}.train_step. Remove it" in message
+    assert "docs/train_step.md" in message
+    return message
+
+
+def shown_trainer(message):
+    """Run the class that a message shows."""
+    code = message[message.index("    class ") : message.index("\n\nwhere")]
+    names = {"Trainer": Trainer, "WeightedLoss": WeightedLoss, "ops": ops}
+    exec(textwrap.dedent(code), names)
+    return next(v for k, v in names.items() if k.endswith("Trainer") and k[7:])
+
+
+def trained(cls, model, y):
+    trainer = cls(
+        model,
+        optimizer=keras.optimizers.SGD(0.1),
+        accumulation=Accumulation(micro_batch_size=3),
+    )
+    trainer.fit(X, y, batch_size=6, shuffle=False, verbose=0)
+    return trainer.model.get_weights()
+
+
+def network(cls=Net):
+    keras.utils.set_random_seed(0)
+    model = cls()
+    model(X)
+    return model
+
+
+def test_hook_is_made_of_the_lines_of_a_train_step():
+    assert """
+    class DescendsTrainer(Trainer):
+        def compute_loss(self, batch, info):
+            x, y = batch.x, batch.y
+            found = self.model(x, training=info.training)
+            loss = ops.mean(ops.square(found - y))
+            return WeightedLoss(loss, ops.shape(x)[0])
+""" in message_for(Descends)
+
+
+def test_hook_leaves_out_what_a_trainer_does_by_itself():
+    message = message_for(AsInKerasExamples)
+    assert (
+        """
+            data = batch.x
+            errors = ops.square(self.model(data, training=info.training) - data)
+            total_loss = ops.mean(ops.sum(errors, axis=-1))
+            return WeightedLoss(total_loss, ops.shape(batch.x)[0])
+"""
+        in message
+    )
+    assert "Its test_step may go too" in message
+
+
+@pytest.mark.parametrize("cls", [Descends, AsInKerasExamples])
+def test_shown_hook_makes_the_updates_of_the_train_step(cls):
+    if BACKEND != "tensorflow":
+        reason = "these train_steps are TensorFlow's"
+        print(f"Not run on {BACKEND}: {reason}.")
+        pytest.skip(reason)
+    model = network(cls)
+    model.compile(keras.optimizers.SGD(0.1), run_eagerly=True)
+    y = X if cls is Descends else None
+    model.fit(X, y, batch_size=6, shuffle=False, verbose=0)
+    received = trained(shown_trainer(message_for(cls)), network(), y)
+    for one, other in zip(received, model.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6, rtol=0)
+
+
+def test_compiled_loss_needs_no_hook():
+    message = message_for(ByTheCompiledLoss)
+    assert "Remove it, and nothing else" in message
+    assert "class" not in message
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        AddsPenalties,
+        Branches,
+        Clips,
+        KeepsAnAverage,
+        OfJax,
+        SomeDistance,
+        TakesAnyArguments,
+        TakesFirstOfData,
+        TakesFourParts,
+        TakesTwoSteps,
+        TrainsAPart,
+    ],
+)
+def test_general_shape_is_shown_where_a_train_step_does_more(cls):
+    message = message_for(cls)
+    for hook in ("compute_loss", "on_apply", "after_apply"):
+        assert f"def {hook}(self, " in message
+    assert f"class {cls.__name__}Trainer(Trainer):" in message
