@@ -121,8 +121,8 @@ LOGGED_TWICE = (
 
 LOG_NAME_TAKEN = (
     "self.log must be given a name of its own, as one of two values of a name "
-    "would not be seen. Received: {name!r}, under which a loss or a metric is "
-    "logged. Choose another name."
+    "would not be seen. Received: {name!r}, under which a loss, a metric or a "
+    "number of the window is logged. Choose another name."
 )
 
 WRONG_STRUCTURE = "{hook} must return {rule}. Received: {received}."

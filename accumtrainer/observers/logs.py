@@ -162,3 +162,25 @@ def is_learning_rate(name: str) -> bool:
         (True, False)
     """
     return name == "learning_rate" or name.startswith("learning_rate_")
+
+
+OF_WINDOWS = (
+    "applied",
+    "clipped_gradient_norm",
+    "gradient_norm",
+    "loss_scale",
+    "skipped_updates",
+    "updates",
+    "weight",
+)
+"""What the logs say of a window beside losses, metrics and learning rates."""
+
+
+def is_of_windows(name: str) -> bool:
+    """Say whether a name in the logs is that of what a window is told by.
+
+    Example:
+        >>> is_of_windows("gradient_norm"), is_of_windows("accuracy")
+        (True, False)
+    """
+    return name in OF_WINDOWS or is_learning_rate(name)

@@ -11,6 +11,7 @@ from accumtrainer import errors
 from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.types import Metric, Tensor, Variable
+from accumtrainer.observers.logs import is_of_windows
 from accumtrainer.window.hooks import (
     check_batch,
     check_gradients,
@@ -173,7 +174,7 @@ def check_log_names(
     names: Collection[str],
     batch: Batch,
 ) -> None:
-    """Refuse what hooks log under the name of a loss or a metric.
+    """Refuse what hooks log under the name of what is logged already.
 
     Args:
         losses: of which only the names count.
@@ -197,7 +198,7 @@ def check_log_names(
         with Scratch(parts.variables):
             parts.backend.trace(read, batch)
     for name in names:
-        if name in taken:
+        if name in taken or is_of_windows(name):
             raise ValueError(errors.LOG_NAME_TAKEN.format(name=name))
 
 

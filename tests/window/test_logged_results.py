@@ -9,6 +9,7 @@ from quickest import JIT_COMPILE, RUN_EAGERLY
 from accumtrainer import Accumulation, Trainer, WeightedLoss
 from accumtrainer.callbacks import GradientAccumulation
 from accumtrainer.keras_api import BACKEND, keras, ops
+from accumtrainer.observers.logs import is_of_windows
 
 layers = keras.layers
 
@@ -116,6 +117,27 @@ def test_hook_that_logs_under_the_name_of_a_loss_or_metric_is_refused(
 ):
     with pytest.raises(ValueError, match=f"of its own.*Received: {name!r}"):
         run_with_log(name, run)
+
+
+@pytest.mark.parametrize(
+    "name", ["gradient_norm", "weight", "applied", "learning_rate"]
+)
+def test_hook_that_logs_under_the_name_of_a_window_number_is_refused(name):
+    with pytest.raises(ValueError, match=f"of its own.*Received: {name!r}"):
+        run_with_log(name, "fit")
+
+
+def test_every_number_of_a_window_is_among_the_names_that_are_taken():
+    trainer = Trainer(
+        keras.Sequential([keras.Input([3]), layers.Dense(1)]),
+        optimizer=keras.optimizers.SGD(0.1, global_clipnorm=1.0),
+        loss="mse",
+        accumulation=TWO,
+        **QUICKEST,
+    )
+    trainer.fit(X, Y, batch_size=8, verbose=0)
+    names = set(trainer.window_logs) - {"loss"}
+    assert len(names) > 6 and all(map(is_of_windows, names))
 
 
 def test_hook_may_log_under_a_name_that_is_only_like_that_of_a_metric():

@@ -243,7 +243,7 @@ class Weighed(Trainer):
     """Logs what hooks are told of weights."""
 
     def on_accumulate(self, gradients, info):
-        self.log("weight", info.weight, reduce="sum")
+        self.log("weights", info.weight, reduce="sum")
         return gradients
 
     def on_apply(self, gradients, info):
@@ -257,7 +257,7 @@ def test_hooks_are_told_the_denominators(sizes):
     pair = Pair(make_model, loss=BY_WEIGHT, trainer_class=Weighed)
     logs = pair.train(cut(sizes, X, Y, WEIGHTS))
     total = WEIGHTS[: sum(sizes)].sum()
-    assert logs["weight"] == pytest.approx(total, rel=1e-5)
+    assert logs["weights"] == pytest.approx(total, rel=1e-5)
     assert logs["total_weight"] == pytest.approx(total, rel=1e-5)
     assert logs["window_loss"] == pytest.approx(logs["loss"], rel=1e-5)
 
