@@ -150,7 +150,7 @@ def steepest(smoothed: Sequence[float]) -> int | None:
     """Find where an average falls most steeply on its way to the lowest.
 
     Example:
-        >>> steepest([3.0, 3.0, 1.0, 0.8, 4.0]), steepest([1.0, 2.0, 3.0])
+        >>> steepest([4.0, 3.0, 1.0, 0.9, 4.0]), steepest([1.0, 2.0, 3.0])
         (1, None)
     """
     first = int(LEFT_OUT * len(smoothed))
