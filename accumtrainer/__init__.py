@@ -8,6 +8,7 @@ from accumtrainer.diagnosis.device import (
     record_trace,
 )
 from accumtrainer.diagnosis.equivalence import Equivalence
+from accumtrainer.diagnosis.range_test import RangeTest
 from accumtrainer.errors import (
     CheckpointError,
     DataError,
@@ -44,6 +45,7 @@ __all__ = [
     "NonFiniteError",
     "Preempted",
     "Progress",
+    "RangeTest",
     "Score",
     "Snapshot",
     "Trainer",

@@ -138,6 +138,32 @@ SHORT = {
             r"test accuracy \d+\.\d%, loss \d\.\d+",
         ),
     ),
+    "tune_optuna.py": Short(
+        arguments=("--trials", "6", "--epochs", "4"),
+        lines=(
+            r"trials +6, [1-3] pruned",
+            r"best +val_loss \d\.\d+ in trial [0-5]",
+            r"units +\d+",
+            r"learning rate +\d\.\de-0[234]",
+        ),
+    ),
+    "tune_keras_tuner.py": Short(
+        arguments=("--trials", "2", "--epochs", "2"),
+        lines=(
+            r"trials +2",
+            r"best +\{'units': .*'learning_rate': .*'micro_batch_size': .*\}",
+            r"its best epoch +val_loss (\d\.\d+)",
+            r"loaded again +val_loss \d\.\d+, accuracy \d+\.\d%",
+        ),
+    ),
+    "sweep_wandb.py": Short(
+        arguments=("--epochs", "2"),
+        lines=(
+            r"val_loss \d\.\d+  \{'learning_rate': 0\.001, 'units': 32\}",
+            r"val_loss \d\.\d+  \{'learning_rate': 0\.01, 'units': 64\}",
+            r"best +\{'learning_rate': 0\.01, 'units': \d\d\}",
+        ),
+    ),
     "wandb_run.py": Short(
         arguments=("--epochs", "1"),
         lines=(
@@ -156,6 +182,16 @@ NEEDS = {
     "finetune_lora.py": (
         "keras_hub",
         *(("tensorflow_text",) if BACKEND == "tensorflow" else ()),
+    ),
+    "tune_optuna.py": ("optuna",),
+    "tune_keras_tuner.py": ("keras_tuner",),
+}
+
+# KerasTuner calls Python's threads by names that are going.
+ALLOWED = {
+    "tune_keras_tuner.py": (
+        *("-W", "ignore:currentThread() is deprecated"),
+        *("-W", "ignore:getName() is deprecated"),
     )
 }
 
@@ -171,9 +207,12 @@ def run_python(program, *arguments, folder):
     environment = environments.of_one_backend()
     if program.name in SLOW_UNLESS_OPTIMIZED:
         environment |= LITTLE_OPTIMIZED
-    if program.name in NEEDS:  # layers of KerasHub mix dtypes
+    if "keras_hub" in NEEDS.get(
+        program.name, ()
+    ):  # layers of KerasHub mix dtypes
         environment |= {"JAX_NUMPY_DTYPE_PROMOTION": "standard"}
-    finished = forked.run([*WARNINGS, program, *arguments], environment, folder)
+    warnings = (*WARNINGS, *ALLOWED.get(program.name, ()))
+    finished = forked.run([*warnings, program, *arguments], environment, folder)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
 
@@ -204,7 +243,7 @@ def test_every_example_is_run_here():
 def test_example_runs_and_prints_what_it_promises(name, tmp_path):
     for module in NEEDS.get(name, ()):
         if importlib.util.find_spec(module) is None:
-            pytest.skip(f"needs {module}, of the extra keras-hub")
+            pytest.skip(f"needs {module}, of an extra")
     example = ROOT / "examples" / name
     printed = run_python(example, *SHORT[name].arguments, folder=tmp_path)
     lines = printed.splitlines()

@@ -88,6 +88,7 @@ __all__ = [
     "copy_mask",
     "current_distribution",
     "flatten_layers",
+    "given_rate",
     "global_limit",
     "is_known_to",
     "is_overwritten",
@@ -260,13 +261,21 @@ def compiled_arguments(model: Model) -> dict[str, Any]:
     return {name: config[name] for name in names}
 
 
+def given_rate(optimizer: Optimizer) -> Any:
+    """Return what an optimizer learns at: variable, schedule or function.
+
+    Its property `learning_rate` calls the last two.
+    """
+    return optimizer._learning_rate
+
+
 def schedule_of(optimizer: Optimizer) -> Any:
     """Return the schedule of an optimizer's learning rate, or `None`.
 
     `Optimizer.get_config` returns it serialized, and serializing imports
     TensorFlow wherever it is installed.
     """
-    rate = optimizer._learning_rate
+    rate = given_rate(optimizer)
     schedules = keras.optimizers.schedules
     return rate if isinstance(rate, schedules.LearningRateSchedule) else None
 

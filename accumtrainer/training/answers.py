@@ -11,6 +11,7 @@ from accumtrainer.data.source import check_ends
 from accumtrainer.data.sources import OnePiece, make_source
 from accumtrainer.diagnosis.equivalence import Equivalence
 from accumtrainer.diagnosis.inspection import Inspection
+from accumtrainer.diagnosis.range_test import RangeTest
 from accumtrainer.keras_api import keras
 from accumtrainer.observers.callback import Dispatcher
 from accumtrainer.observers.logs import Logs
@@ -19,7 +20,9 @@ from accumtrainer.progress import Progress
 from accumtrainer.steps.memory import MemoryPlan
 from accumtrainer.steps.plan import Plan
 from accumtrainer.training.engine import Engine
+from accumtrainer.training.fit_data import FitData
 from accumtrainer.training.fit_options import checked_steps
+from accumtrainer.training.rate_search import SearchOptions, search_rate
 from accumtrainer.training.signals import Interruption
 from accumtrainer.window.hooks import Hooks
 
@@ -301,6 +304,86 @@ class Answers(Hooks):
                 f"{self.accumulation}. Give more samples, or accumulate more."
             )
         return self._engine.check_equivalence(window, data.window(), tolerance)
+
+    def find_learning_rate(
+        self,
+        x: Any,
+        y: Any = None,
+        batch_size: int | None = None,
+        *,
+        sample_weight: Any = None,
+        class_weight: dict[int, float] | None = None,
+        shuffle: bool = True,
+        lowest: float = 1e-7,
+        highest: float = 10.0,
+        updates: int = 100,
+        smoothing: float = 0.8,
+        divergence: float = 4.0,
+    ) -> RangeTest:
+        """Let the learning rate grow with every update, and look at the loss.
+
+        This is the range test of Smith 2015 (arXiv:1506.01186). The rate
+        grows exponentially; it takes the place of a number, of a schedule and
+        of a function alike. Several optimizers keep the ratio that their
+        rates have now, and the largest is as given here. Afterwards all that
+        training changes is put back, bit for bit, also after an error or
+        Ctrl-C. Callbacks are not told.
+
+        Args:
+            x: what `fit` takes. Where it ends it begins anew; what can be
+                read only once, such as a generator, has been read then.
+            y: targets, where x is arrays.
+            batch_size: samples per loader batch, default 32; the rate found
+                is one for this size of updates.
+            sample_weight: weights of the samples, where x is arrays.
+            class_weight: dict from class to weight.
+            shuffle: as in `fit`.
+            lowest: rate of the first update.
+            highest: rate of the last one.
+            updates: how many to make.
+            smoothing: at least 0 and below 1: by how much a loss counts less
+                than the next in their moving average.
+            divergence: at how many times its lowest the average ends the
+                test. Where a loss falls towards zero or below, what it has
+                fallen by counts instead of the lowest.
+
+        Returns:
+            `RangeTest`, with the `suggestion`, `learning_rates`, `losses` and
+            `plot(path)`; printed, it is a short report.
+
+        Raises:
+            ValueError: an argument breaks its rule.
+            TypeError: an argument is of the wrong kind.
+
+        Example:
+            >>> import numpy as np
+            >>> from accumtrainer import Trainer
+            >>> model = keras.Sequential([keras.Input([2])])
+            >>> model.add(keras.layers.Dense(1))
+            >>> trainer = Trainer(model, optimizer="sgd", loss="mse")
+            >>> x, y = np.eye(8, 2), np.ones([8, 1])
+            >>> found = trainer.find_learning_rate(x, y, updates=20)
+            >>> len(found.losses), trainer.progress.updates
+            (20, 0)
+        """
+        options = SearchOptions(
+            lowest=lowest,
+            highest=highest,
+            updates=updates,
+            smoothing=smoothing,
+            divergence=divergence,
+        )
+        data = FitData(
+            x=x,
+            y=y,
+            sample_weight=sample_weight,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            class_weight=class_weight,
+        )
+        return search_rate(
+            self, self._engine, data, options, self._preprocessing
+        )
 
     @property
     def _preprocessing(self) -> Preprocessing | None:

@@ -1,6 +1,5 @@
 """Runs windows and evaluations for a Trainer, and counts what has run."""
 
-import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -31,7 +30,7 @@ from accumtrainer.training.input_checks import compile_option, has_own_loss
 from accumtrainer.training.lasting import LastingState
 from accumtrainer.training.sizing import AutoSize, make_sizing
 from accumtrainer.window.hooks import Hooks, context_of
-from accumtrainer.window.objective import metric_variables, names_of
+from accumtrainer.window.objective import names_of
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.program import WindowProgram
 from accumtrainer.window.state import TrainingState
@@ -116,6 +115,24 @@ class Engine:
         self._step: Any = None
         self._plan: Any = None
         self._checked_losses: list[Any] = []
+
+    def aside(self) -> "Engine":
+        """Make an engine for a training that is to leave no trace.
+
+        It counts on from here, and goes on however many windows are skipped.
+        What is to be put back is the caller's to keep.
+        """
+        engine = Engine(
+            self._hooks,
+            self._state,
+            accumulation=self._accumulation,
+            tracked=self._tracked,
+            jit_compile=self._jit_compile,
+            run_eagerly=self._run_eagerly,
+            max_consecutive_skips=None,
+        )
+        engine.counting.restore(self.counting.progress, 0)
+        return engine
 
     @property
     def rows_per_pass(self) -> int | None:
@@ -471,17 +488,6 @@ class Engine:
         return self._evaluator.predict(
             source, dispatcher, rows_per_pass=self.rows_per_pass, rest=rest
         )
-
-    @contextlib.contextmanager
-    def metrics_kept(self) -> Iterator[None]:
-        """Put the model's metrics back after a validation amid an epoch."""
-        self.write_back()
-        variables = metric_variables(self._model)
-        values = [keras.ops.convert_to_numpy(v) for v in variables]
-        yield
-        self.write_back()
-        for variable, value in zip(variables, values, strict=True):
-            variable.assign(value)
 
     def _accumulates(self, window: Window) -> bool:
         """Whether windows of more than one micro-batch are to be expected."""

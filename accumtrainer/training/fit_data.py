@@ -32,12 +32,12 @@ class FitData:
     batch_size: int | None
     shuffle: Any
     class_weight: dict[int, float] | None
-    steps_per_epoch: int | None
-    overfit_batches: int | None
-    validation_data: Any
-    validation_split: float
-    validation_steps: int | None
-    validation_batch_size: int | None
+    steps_per_epoch: int | None = None
+    overfit_batches: int | None = None
+    validation_data: Any = None
+    validation_split: float = 0.0
+    validation_steps: int | None = None
+    validation_batch_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.overfit_batches is not None:

@@ -31,7 +31,7 @@ from accumtrainer.training.fit_options import FitOptions
 from accumtrainer.training.input_checks import InputChecks
 from accumtrainer.training.signals import Interruption
 from accumtrainer.training.start import FreshStart, SavedStart
-from accumtrainer.training.validation import Validation
+from accumtrainer.training.validation import Validation, metrics_kept
 
 
 class FitLoop:
@@ -484,7 +484,7 @@ class FitLoop:
         counting = self._engine.counting
         if counting.is_due(every, self._validated):
             self._validated = counting.progress
-            with self._engine.metrics_kept():
+            with metrics_kept(self._trainer.model, self._engine.write_back):
                 self._validate()
 
     def _validate(self) -> None:

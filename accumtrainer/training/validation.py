@@ -1,14 +1,18 @@
 """The data sets that training is validated on."""
 
+import contextlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from accumtrainer import errors
 from accumtrainer.checks import require_count
 from accumtrainer.data.source import Source, SourceOptions, check_ends
 from accumtrainer.data.sources import Arrays, FirstBatches, Loader
+from accumtrainer.keras_api import ops
+from accumtrainer.keras_api.types import Model
 from accumtrainer.training.fit_options import checked_steps
+from accumtrainer.window.objective import metric_variables
 
 
 class Validation:
@@ -73,3 +77,22 @@ class Validation:
             self._validated.add(prefix)
             logs |= {f"val_{prefix}{k}": v for k, v in results.items()}
         return logs
+
+
+@contextlib.contextmanager
+def metrics_kept(
+    model: Model, write_back: Callable[[], None]
+) -> Iterator[None]:
+    """Put a model's metrics back after a validation amid an epoch.
+
+    Args:
+        model: whose metrics they are.
+        write_back: makes its variables current.
+    """
+    write_back()
+    variables = metric_variables(model)
+    values = [ops.convert_to_numpy(variable) for variable in variables]
+    yield
+    write_back()
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
