@@ -11,7 +11,8 @@
 #                 everything, in .venv-3.12; make test-pythons with each Python
 #                 from 3.11 to 3.13 that is on the PATH or among pyenv's
 #   make check    what continuous integration expects: format, lint, types,
-#                 tests
+#                 the site, tests
+#   make docs     build the site, build/site/index.html
 #   make bench    compare the speed with Keras's own fit, and more
 #   make bench-quick  three cells, against what was recorded
 #   make bench-peers  compare with Lightning and Accelerate too
@@ -54,7 +55,7 @@ KERAS_CORE_TESTS := $(BACKENDS:%=test-keras_core-%)
 KERAS_OWN_TESTS := $(BACKENDS:%=test-keras_own-%)
 
 .PHONY: demo test $(TESTS) $(KERAS_CORE_TESTS) $(KERAS_OWN_TESTS) \
-	test-pythons check lint types doctest bench bench-quick bench-peers soak fuzz format clean
+	test-pythons check lint types docs doctest bench bench-quick bench-peers soak fuzz format clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
 
@@ -109,7 +110,7 @@ test-pythons:
 		$(MAKE) test-python$$version BACKENDS="$(BACKENDS)" || exit 1; \
 	done
 
-check: lint types test
+check: lint types docs test
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -117,6 +118,12 @@ lint: $(INSTALLED)
 
 types: $(INSTALLED)
 	$(BIN)/mypy
+
+# Material for MkDocs would announce its successor at every build.
+docs: .venv-docs/.installed
+	NO_MKDOCS_2_WARNING=1 PYTHONDONTWRITEBYTECODE=1 \
+		.venv-docs/bin/python -m mkdocs build --quiet --strict
+	@echo "The site is build/site/index.html."
 
 doctest: $(INSTALLED)
 	$(BIN)/python -m pytest --doctest-modules accumtrainer callbacks
@@ -176,6 +183,12 @@ $(INSTALLED) &: pyproject.toml $(CONSTRAINTS)
 	@echo "Installing PyTorch and others into .venv-peers."
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install --quiet \
+		--disable-pip-version-check --requirement $<
+	@touch $@
+
+.venv-docs/.installed: docs/requirements.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet \
 		--disable-pip-version-check --requirement $<
 	@touch $@
 

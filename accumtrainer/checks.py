@@ -22,7 +22,7 @@ def require_count(name: str, value: Any, remedy: str, minimum: int = 1) -> int:
         TypeError: the value is a boolean, a fraction, or no number.
         ValueError: the value is smaller than the minimum.
 
-    Example:
+    Examples:
         >>> require_count("epochs", 3, "Give a number.")
         3
     """

@@ -27,7 +27,7 @@ def updates_per_epoch(batches_per_epoch: int, steps: int, tail: str) -> int:
     Returns:
         Number of updates.
 
-    Example:
+    Examples:
         >>> updates_per_epoch(10, 4, "flush"), updates_per_epoch(10, 4, "drop")
         (3, 2)
     """
@@ -68,7 +68,7 @@ class Accumulation:
         ValueError: an argument has a value that is not allowed, or both or
             neither of `steps` and `micro_batch_size` were given.
 
-    Example:
+    Examples:
         >>> Accumulation(steps=4, tail="drop").steps_at(epoch=0, updates=0)
         4
     """
@@ -121,7 +121,7 @@ class Accumulation:
             TypeError: the value is neither of them.
             ValueError: the number is smaller than 1.
 
-        Example:
+        Examples:
             >>> Accumulation.of(4).steps
             4
         """
@@ -149,7 +149,7 @@ class Accumulation:
             TypeError: the function given as `steps` returned no whole number.
             ValueError: the function given as `steps` returned less than 1.
 
-        Example:
+        Examples:
             >>> Accumulation(steps={0: 1, 5: 8}).steps_at(epoch=6, updates=0)
             8
         """
@@ -186,7 +186,7 @@ class Accumulation:
             TypeError: an argument is no whole number.
             ValueError: an argument is smaller than 1.
 
-        Example:
+        Examples:
             >>> Accumulation(steps=4).updates(samples=100, batch_size=10)
             3
         """
@@ -288,7 +288,7 @@ class LossScale:
         TypeError: an argument is no number.
         ValueError: an argument is not finite or out of its range.
 
-    Example:
+    Examples:
         >>> LossScale(initial=1024).factor
         2.0
     """
@@ -344,7 +344,7 @@ class Every:
         TypeError: `n` is no number of the kind the unit needs.
         ValueError: `n` is not above 0, or the unit is unknown.
 
-    Example:
+    Examples:
         >>> from accumtrainer.progress import Progress
         >>> every = Every(100, "updates")
         >>> every.is_due(Progress(updates=99), Progress(updates=100))
@@ -393,7 +393,7 @@ class Every:
         Returns:
             Above 0.
 
-        Example:
+        Examples:
             >>> from accumtrainer.progress import Progress
             >>> Every(100, "updates").least_updates(Progress(updates=99))
             1
@@ -427,7 +427,7 @@ def beta_for_batch(
     Raises:
         ValueError: an argument is out of range.
 
-    Example:
+    Examples:
         >>> beta_for_batch(0.999, batch_size=256, reference=32)
         0.992
         >>> beta_for_batch(0.95, batch_size=1, reference=512)

@@ -88,7 +88,7 @@ class AccumulatedBatchNormalization(
     Raises:
         ValueError: an option has no meaning here.
 
-    Example:
+    Examples:
         >>> layer = AccumulatedBatchNormalization(momentum=0.9)
         >>> layer.build([None, 3])
         >>> [weight.name for weight in layer.weights[-3:]]
@@ -288,7 +288,7 @@ def plain_batch_normalizations(model: Model) -> list[Layer]:
 def describe_layer(layer: Layer) -> str:
     """Name a layer and its class, as messages do.
 
-    Example:
+    Examples:
         >>> describe_layer(keras.layers.Dense(1, name="head"))
         'head (Dense)'
     """
@@ -346,7 +346,7 @@ def accumulate_statistics(model: Model) -> Model:
     Raises:
         ValueError: a layer is where it cannot be replaced.
 
-    Example:
+    Examples:
         >>> plain = keras.Sequential(
         ...     [keras.Input([3]), keras.layers.BatchNormalization()]
         ... )

@@ -18,7 +18,7 @@ class Progress:
         epochs: times through the data.
         seconds: time spent training, in seconds.
 
-    Example:
+    Examples:
         >>> progress = Progress(updates=2)
         >>> progress.updates += 1
         >>> progress.as_dict()["updates"]
@@ -54,7 +54,7 @@ class Progress:
         Raises:
             TypeError: the dict has a key that is no counter.
 
-        Example:
+        Examples:
             >>> Progress.from_dict({"updates": 3}).updates
             3
         """

@@ -63,7 +63,7 @@ class Trainer(Answers):
         ValueError: an argument cannot lead to a right result.
         TypeError: an argument is of the wrong kind.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
         >>> trainer = Trainer(model, optimizer="sgd", loss="mse",
@@ -372,7 +372,7 @@ class Trainer(Answers):
             CheckpointError: there is something else at `path`.
             ValueError: the model is not built.
 
-        Example:
+        Examples:
             >>> import tempfile
             >>> model = keras.Sequential([keras.Input([2])])
             >>> model.add(keras.layers.Dense(1))

@@ -41,7 +41,7 @@ class WindowLossTrainer(Trainer):
         ValueError: an argument has no place here.
         TypeError: the class has no `window_loss`.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from accumtrainer import Accumulation
         >>> from accumtrainer.keras_api import keras

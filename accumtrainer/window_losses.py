@@ -43,7 +43,7 @@ def batch_hard_triplet_loss(
     Returns:
         Scalar, float32.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> points = np.array([[0.0], [1.0], [3.0]], "float32")
         >>> float(batch_hard_triplet_loss(points, np.array([0, 0, 1]),
@@ -87,7 +87,7 @@ def batch_all_triplet_loss(
     Returns:
         Scalar, float32.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> points = np.array([[0.0], [1.0], [3.0]], "float32")
         >>> float(batch_all_triplet_loss(points, np.array([0, 0, 1]),
@@ -126,7 +126,7 @@ def info_nce_loss(
     Returns:
         Scalar, float32.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> pairs = np.eye(2, dtype="float32")
         >>> float(info_nce_loss(pairs, pairs, temperature=1.0))
@@ -156,7 +156,7 @@ def nt_xent_loss(
     Returns:
         Scalar, float32, the mean over all 2n views.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> views = np.eye(2, dtype="float32")
         >>> float(nt_xent_loss(views, views, temperature=1.0))
@@ -197,7 +197,7 @@ def supervised_contrastive_loss(
     Returns:
         Scalar, float32, the mean over anchors.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> points = np.array([[1, 0], [1, 0], [0, 1]], "float32")
         >>> float(supervised_contrastive_loss(

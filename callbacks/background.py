@@ -24,7 +24,7 @@ class Background:
     Attributes:
         failures: list of the exceptions raised so far.
 
-    Example:
+    Examples:
         >>> background = Background("letters")
         >>> said = []
         >>> background.do(said.append, "a")

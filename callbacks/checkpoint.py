@@ -47,7 +47,7 @@ class Checkpoint(Callback):
         TypeError: an argument is of the wrong kind.
         ValueError: an argument breaks its rule.
 
-    Example:
+    Examples:
         >>> checkpoint = Checkpoint("runs/a", every=Every(500, "updates"))
         >>> checkpoint.checkpoints.names()
         []

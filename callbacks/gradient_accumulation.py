@@ -38,7 +38,7 @@ class GradientAccumulation(Callback):
             not finite; `None` for any number.
         **others: refused; the error says what replaces them.
 
-    Example:
+    Examples:
         >>> import keras
         >>> import numpy as np
         >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])

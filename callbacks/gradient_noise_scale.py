@@ -76,7 +76,7 @@ class GradientNoiseScale(Callback):
     Attributes:
         summary: str, what a training has shown, `""` before it has ended.
 
-    Example:
+    Examples:
         >>> noise_scale = GradientNoiseScale(decay=0.95)
         >>> noise_scale.every
         Every(n=10, unit='updates')
@@ -221,7 +221,7 @@ def measure_noise(
         Estimates of |G|^2 and tr(S), then the numerator and the denominator
         of the cosine; `None` where fewer than two micro-batches count.
 
-    Example:
+    Examples:
         >>> logs = {"weight": [4, 4], "gradient_norm": [3, 4]}
         >>> logs["gradient_weight"] = [4, 4]
         >>> measure_noise([4, 4], 2.5, logs)

@@ -19,7 +19,7 @@ class KeepGradients(Trainer):
     Raises:
         ValueError: the model is not built.
 
-    Example:
+    Examples:
         >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
         >>> trainer = KeepGradients(model, optimizer="sgd", loss="mse")
         >>> kept = trainer.kept_gradients.values()

@@ -34,7 +34,7 @@ class NaNLocator(Callback):
     Raises:
         ValueError: `most_reports` is not above 0.
 
-    Example:
+    Examples:
         >>> locator = NaNLocator("reports", stop=True)
         >>> locator.reports
         []

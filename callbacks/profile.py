@@ -28,7 +28,7 @@ class Profile(Callback):
     Raises:
         ValueError: `first_update` is below 0, or `updates` below 1.
 
-    Example:
+    Examples:
         >>> Profile("traces", first_update=10, updates=3).updates
         3
     """

@@ -41,7 +41,7 @@ class RunLog(Logger):
         TypeError: `every` is no `Every`.
         ValueError: the file cannot be written; raised when training begins.
 
-    Example:
+    Examples:
         >>> from accumtrainer import Every
         >>> run_log = RunLog("runs/a.jsonl", every=Every(100, "updates"))
         >>> run_log.path.name

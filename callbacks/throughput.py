@@ -38,7 +38,7 @@ class Throughput(Callback):
     Raises:
         TypeError: `every` is no `Every`, or `tokens` is no function.
 
-    Example:
+    Examples:
         >>> by_length = Throughput(tokens=lambda batch: (batch.x != 0).sum())
         >>> by_length.every
         Every(n=10, unit='updates')

@@ -63,7 +63,7 @@ class TrainingPlot(Logger):
             training begins.
         ImportError: matplotlib is not installed; raised when training begins.
 
-    Example:
+    Examples:
         >>> plot = TrainingPlot("run.png", redraw_secs=60)
         >>> plot.path.name
         'run.png'

@@ -26,7 +26,7 @@ class Unfreeze(Callback):
         ValueError: `layers` is empty, or at the beginning of training, a name
             is that of no layer.
 
-    Example:
+    Examples:
         >>> unfreeze = Unfreeze(at=Every(3, "epochs"), layers=["backbone"])
     """
 

@@ -113,7 +113,7 @@ class WandbLogger(Logger):
         ValueError: options contradict each other.
         ImportError: W&B is not installed; raised when training begins.
 
-    Example:
+    Examples:
         >>> logger = WandbLogger("digits", mode="offline", tags=["first"])
         >>> logger.every
         Every(n=10, unit='updates')

@@ -98,7 +98,7 @@ class Window:
         Returns:
             `Window` of them all.
 
-        Example:
+        Examples:
             >>> window_of_rows(Batch(np.arange(6)), (4, 2)).as_shard(2).sizes
             (8, 4)
         """
@@ -111,7 +111,7 @@ class Window:
         Returns:
             This one if its micro-batches are no larger than that.
 
-        Example:
+        Examples:
             >>> window = window_of_rows(Batch(np.arange(6)), (6,))
             >>> window.recut(4).sizes
             (4, 2)
@@ -136,7 +136,7 @@ def empty_for_device(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
     Its contents are arbitrary: numbers, or text of fixed length.
 
-    Example:
+    Examples:
         >>> array = empty_for_device((3, 5), np.dtype("float32"))
         >>> array.shape, array.ctypes.data % ALIGNMENT
         ((3, 5), 0)
@@ -164,7 +164,7 @@ def take_rows(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
     Returns:
         Array, shaped like `rows` and then like a row.
 
-    Example:
+    Examples:
         >>> take_rows(np.array([5, 6, 7]), np.array([[2, 0]]))
         array([[7, 5]])
     """
@@ -213,7 +213,7 @@ def named_arrays(
 
     A path is a tuple of keys and indices; `path` is that of the nest itself.
 
-    Example:
+    Examples:
         >>> [path for path, _ in named_arrays({"a": [np.zeros(2)]})]
         [('a', 0)]
     """
@@ -230,7 +230,7 @@ def named_arrays(
 def name_of(field: str, path: tuple) -> str:
     """Write the path of an array as one would in Python.
 
-    Example:
+    Examples:
         >>> name_of("x", ("image", 0))
         "x['image'][0]"
     """
@@ -243,7 +243,7 @@ def count_samples(batch: Batch) -> int:
     Raises:
         ValueError: there is no array, no sample, or the lengths differ.
 
-    Example:
+    Examples:
         >>> count_samples(Batch(np.zeros([4, 2]), np.zeros([4])))
         4
     """
@@ -269,7 +269,7 @@ def count_samples(batch: Batch) -> int:
 def slice_sizes(samples: int, micro_batch_size: int) -> tuple[int, ...]:
     """List the sizes of the micro-batches a loader batch is sliced into.
 
-    Example:
+    Examples:
         >>> slice_sizes(10, 4)
         (4, 4, 2)
     """

@@ -25,7 +25,7 @@ class Position:
             fingerprint; `None` before the first epoch.
         last: the last loader item taken, or its fingerprint, or `None`.
 
-    Example:
+    Examples:
         >>> position = Position(epoch=1, batches=7)
         >>> position.begin_next_epoch()
         >>> position.epoch, position.batches
@@ -93,7 +93,7 @@ def fingerprint(item: Any) -> str:
     Returns:
         16 letters.
 
-    Example:
+    Examples:
         >>> fingerprint(np.arange(3)) == fingerprint(np.arange(3))
         True
     """

@@ -67,7 +67,7 @@ def as_columns(nest: Any, name: str) -> Any:
     Raises:
         TypeError: the rows of a list have several shapes.
 
-    Example:
+    Examples:
         >>> as_columns({"text": ["a", "b"]}, "x")["text"].shape
         (2,)
     """

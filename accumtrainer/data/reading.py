@@ -88,7 +88,7 @@ def _readable(leaf: Any) -> Any:
 def is_text(array: np.ndarray) -> bool:
     """Say whether an array holds nothing but text: strings or bytes.
 
-    Example:
+    Examples:
         >>> is_text(np.array(["a"])), is_text(np.array(["a", None]))
         (True, False)
     """
@@ -121,7 +121,7 @@ def unpack(item: Any) -> Batch:
         TypeError: a leaf is no dense array.
         ValueError: a tuple or list has no or more than three parts.
 
-    Example:
+    Examples:
         >>> unpack((np.zeros([4, 2]), np.zeros([4]))).y.shape
         (4,)
     """
@@ -152,7 +152,7 @@ def weigh_classes(batch: Batch, class_weight: dict[int, float]) -> Batch:
         ValueError: the batch has sample weights, or y is not one array of
             class labels.
 
-    Example:
+    Examples:
         >>> weigh_classes(Batch(np.zeros([2]), np.array([0, 1])), {1: 3.0})[2]
         array([1., 3.], dtype=float32)
     """

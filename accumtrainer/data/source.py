@@ -233,7 +233,7 @@ def part_of_round(
     Returns:
         `(round_index, start, stop)`.
 
-    Example:
+    Examples:
         >>> [part_of_round(epoch, 3, 5, 0, 0) for epoch in range(3)]
         [(0, 0, 3), (0, 3, 5), (1, 0, 3)]
     """

@@ -67,7 +67,7 @@ class Arrays:
         Raises:
             ValueError: it is not between 0 and 1, or leaves one part empty.
 
-        Example:
+        Examples:
             >>> train, held = recognize(np.arange(5)).split(0.4)
             >>> train.batch.x, held.batch.x
             (array([0, 1, 2]), array([3, 4]))
@@ -248,7 +248,7 @@ def make_source(
 ) -> Source:
     """Make the source for what `recognize` takes, by `SourceOptions`.
 
-    Example:
+    Examples:
         >>> make_source(np.zeros([100, 2]), batch_size=8).batches_per_epoch
         13
     """

@@ -20,7 +20,7 @@ def peak_memory_bytes() -> int | None:
     Returns:
         Bytes; `None` where nobody says it.
 
-    Example:
+    Examples:
         >>> peak_memory_bytes() > 1_000_000
         True
     """

@@ -38,7 +38,7 @@ class Equivalence:
         tolerance: largest error that counts as rounding.
         reasons: why they differ, empty where they do not.
 
-    Example:
+    Examples:
         >>> print(Equivalence(errors={"dense/kernel": 2e-8, "dense/bias": 0.0},
         ...                   samples=8, micro_batches=4, tolerance=1e-5))
         8 samples in 4 micro-batches and at once: the same update.

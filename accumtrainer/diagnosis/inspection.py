@@ -37,7 +37,7 @@ class Finding:
         size: number of values.
         rows: for a batch, the indices of the first samples concerned.
 
-    Example:
+    Examples:
         >>> print(Finding(what="x", stage="batch", micro_batch=2, nans=1,
         ...               infinities=0, size=64, rows=(5,)))
         x: 1 NaN, 0 infinite of 64, in row 5

@@ -44,7 +44,7 @@ class RangeTest:
         shares: dict from the name of an optimizer to its part of the rate,
             where there are several.
 
-    Example:
+    Examples:
         >>> test = RangeTest(learning_rates=(0.001, 0.01, 0.1, 1.0),
         ...                  losses=(2.0, 1.5, 0.5, 9.0),
         ...                  smoothing=0.1, ended_by="divergence")
@@ -134,7 +134,7 @@ def smooth(losses: Sequence[float], smoothing: float) -> tuple[float, ...]:
     it averages. So each value is given to an update that many before; what
     then lacks one at the end has the last.
 
-    Example:
+    Examples:
         >>> smooth([4.0, 1.0, 1.0], 0.5)
         (2.0, 1.4285714285714286, 1.4285714285714286)
     """
@@ -149,7 +149,7 @@ def smooth(losses: Sequence[float], smoothing: float) -> tuple[float, ...]:
 def steepest(smoothed: Sequence[float]) -> int | None:
     """Find where an average falls most steeply on its way to the lowest.
 
-    Example:
+    Examples:
         >>> steepest([4.0, 3.0, 1.0, 0.9, 4.0]), steepest([1.0, 2.0, 3.0])
         (1, None)
     """

@@ -76,7 +76,7 @@ class Callback(keras.callbacks.Callback):
             keeps of it. Otherwise a checkpoint keeps those of its attributes
             that are plain values and have changed in training.
 
-    Example:
+    Examples:
         >>> class PrintUpdates(Callback):
         ...     def on_apply(self, update, logs=None):
         ...         print(update, logs["loss"])
@@ -197,7 +197,7 @@ class Dispatcher:
         TypeError: if something in `callbacks` is not a callback.
         ValueError: if a callback's hook is written like a Trainer's.
 
-    Example:
+    Examples:
         >>> from keras.callbacks import LambdaCallback
         >>> dispatcher = Dispatcher(
         ...     LambdaCallback(on_epoch_end=lambda epoch, logs: print(logs)),
@@ -338,7 +338,7 @@ class Dispatcher:
 def flatten_callbacks(callbacks: Any) -> list[Any]:
     """List the callbacks in nested lists, in their order, without `None`.
 
-    Example:
+    Examples:
         >>> flatten_callbacks(None), flatten_callbacks(["a", ["b", None]])
         ([], ['a', 'b'])
     """
@@ -390,7 +390,7 @@ def is_overridden(callback: Any, name: str) -> bool:
     Hooks set on the object count, as do Keras's older names `on_batch_begin`
     and `on_batch_end`, which the hooks of training batches call.
 
-    Example:
+    Examples:
         >>> nan_guard = keras.callbacks.TerminateOnNaN()
         >>> is_overridden(nan_guard, "on_train_batch_end")
         True

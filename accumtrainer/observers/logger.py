@@ -45,7 +45,7 @@ class Logger(Callback, abc.ABC):
     Raises:
         TypeError: `every` is no `Every`.
 
-    Example:
+    Examples:
         >>> class Printer(Logger):
         ...     def write(self, updates, numbers):
         ...         print(updates, numbers["loss"])

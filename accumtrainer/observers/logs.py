@@ -40,7 +40,7 @@ class Logs(dict):
             numbers, others NumPy arrays. `None` if nothing has to be fetched.
         extra: dict of numbers the host knows already.
 
-    Example:
+    Examples:
         >>> logs = Logs(lambda: {"loss": np.float32(0.5)}, {"updates": 3})
         >>> logs["lr"] = 0.1
         >>> dict(logs)
@@ -135,7 +135,7 @@ def to_number(value: Any) -> Any:
         A Python number for a scalar tensor, a NumPy array for any other
         tensor, everything else unchanged.
 
-    Example:
+    Examples:
         >>> to_number(np.float32(0.25)), to_number(np.int64(3))
         (0.25, 3)
     """
@@ -157,7 +157,7 @@ def is_learning_rate(name: str) -> bool:
 
     Where there are several optimizers, each has one.
 
-    Example:
+    Examples:
         >>> is_learning_rate("learning_rate_adam"), is_learning_rate("loss")
         (True, False)
     """
@@ -179,7 +179,7 @@ OF_WINDOWS = (
 def is_of_windows(name: str) -> bool:
     """Say whether a name in the logs is that of what a window is told by.
 
-    Example:
+    Examples:
         >>> is_of_windows("gradient_norm"), is_of_windows("accuracy")
         (True, False)
     """

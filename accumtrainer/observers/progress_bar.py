@@ -43,7 +43,7 @@ class Line:
         unit: name of the units.
         details: tuple of strings that follow.
 
-    Example:
+    Examples:
         >>> line = Line(
         ...     heading="Epoch 1/3",
         ...     finished=2,
@@ -77,7 +77,7 @@ class Pace:
         clock: function that returns seconds.
         samples: number of samples seen already.
 
-    Example:
+    Examples:
         >>> pace = Pace(iter([0.0, 60.0, 62.0]).__next__, samples=0)
         >>> pace.advance(1, 32)
         >>> pace.advance(5, 160)
@@ -147,7 +147,7 @@ class ProgressBar(Callback):
     Raises:
         ValueError: if `mode` is none of these.
 
-    Example:
+    Examples:
         >>> bar = ProgressBar(2)
         >>> bar.set_params({"epochs": 3, "steps": 1})
         >>> bar.on_epoch_begin(0)
@@ -399,7 +399,7 @@ def shown_numbers(logs: Any) -> dict[str, str]:
     Returns:
         Dict of strings with four significant digits, in the order of `logs`.
 
-    Example:
+    Examples:
         >>> shown_numbers({"loss": 0.31249, "updates": 7, "mae": 1234567.0})
         {'loss': '0.3125', 'mae': '1.235e+06'}
     """
@@ -416,7 +416,7 @@ def shown_numbers(logs: Any) -> dict[str, str]:
 def format_duration(secs: float) -> str:
     """Write a duration the way people read it.
 
-    Example:
+    Examples:
         >>> format_duration(3.21), format_duration(83.2)
         ('3.2 s', '0:01:23')
     """

@@ -218,7 +218,7 @@ class Score:
         value: the number.
         mode: `"min"` or `"max"`: which numbers are good.
 
-    Example:
+    Examples:
         >>> old, new = (Score(name="loss", value=v, mode="min") for v in (2, 1))
         >>> new.is_better_than(old)
         True
@@ -247,7 +247,7 @@ class CheckpointDirectory:
         keep: how many of the newest to keep, at least 1.
         keep_best: whether to keep the one with the best score too.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     CheckpointDirectory(folder).newest() is None

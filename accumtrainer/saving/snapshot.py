@@ -205,7 +205,7 @@ def encode(value: Any, arrays: dict[str, np.ndarray], name: str) -> Any:
     Raises:
         TypeError: something else is in the nest.
 
-    Example:
+    Examples:
         >>> arrays = {}
         >>> encode({"best": [np.zeros(2), (1, 2)]}, arrays, "x")
         {'best': [{'array': 'x/best/0'}, {'tuple': [1, 2]}]}

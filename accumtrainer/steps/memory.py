@@ -45,7 +45,7 @@ class MemoryPlan:
     Args:
         rows: by size.
 
-    Example:
+    Examples:
         >>> row = MemoryRow(
         ...     micro_batch_size=8, micro_batches=4, peak_bytes=3 * 2**29)
         >>> print(MemoryPlan((row,)))
@@ -68,7 +68,7 @@ class MemoryPlan:
 def describe_bytes(count: int) -> str:
     """Say how much memory that is.
 
-    Example:
+    Examples:
         >>> describe_bytes(3 * 2**29), describe_bytes(5 * 2**18)
         ('1.50 GiB', '1.25 MiB')
     """
@@ -89,7 +89,7 @@ def smaller_size(size: int, samples: int) -> int:
         size: at least 2.
         samples: those of a window that one device runs.
 
-    Example:
+    Examples:
         >>> smaller_size(125, 1000), smaller_size(25, 300), smaller_size(8, 22)
         (100, 15, 4)
         >>> smaller_size(125, 1009)
@@ -105,7 +105,7 @@ def smaller_size(size: int, samples: int) -> int:
 def sizes_of(samples: int) -> list[int]:
     """List the sizes of micro-batches that are tried, the largest first.
 
-    Example:
+    Examples:
         >>> sizes_of(12)
         [12, 6, 3, 2, 1]
         >>> sizes_of(1000)
@@ -164,7 +164,7 @@ def largest_that_fits(
     Raises:
         MemoryError: none stays below the limit.
 
-    Example:
+    Examples:
         >>> largest_that_fits([8, 4, 2, 1], 500, lambda size: 100 + 90 * size)
         (4, 460)
     """

@@ -41,7 +41,7 @@ class Plan:
         measured_of: `"device"` or `"process"`, whose memory that is; `None`
             while nothing is measured.
 
-    Example:
+    Examples:
         >>> str(Plan(name="fused", jit_compile=True))
         'fused, XLA'
     """

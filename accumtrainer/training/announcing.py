@@ -35,7 +35,7 @@ def describe(
         replicas: how many share a window out.
         updates: how many an epoch has, `None` where it cannot be known.
 
-    Example:
+    Examples:
         >>> from accumtrainer.data.batches import Batch, window_of_rows
         >>> import numpy as np
         >>> window = window_of_rows(Batch(np.zeros([8, 2])), [4, 4])

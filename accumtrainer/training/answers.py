@@ -245,7 +245,7 @@ class Answers(Hooks):
             `MemoryPlan`, whose `rows` have `micro_batch_size`,
             `micro_batches` and `peak_bytes`; printed, it is a short table.
 
-        Example:
+        Examples:
             >>> import numpy as np
             >>> from accumtrainer import Trainer
             >>> model = keras.Sequential([keras.Input([2])])
@@ -283,7 +283,7 @@ class Answers(Hooks):
         Raises:
             ValueError: the batch makes a single micro-batch.
 
-        Example:
+        Examples:
             >>> import numpy as np
             >>> from accumtrainer import Trainer
             >>> model = keras.Sequential([keras.Input([2])])
@@ -355,7 +355,7 @@ class Answers(Hooks):
             ValueError: an argument breaks its rule.
             TypeError: an argument is of the wrong kind.
 
-        Example:
+        Examples:
             >>> import numpy as np
             >>> from accumtrainer import Trainer
             >>> model = keras.Sequential([keras.Input([2])])

@@ -62,7 +62,7 @@ class FitOptions:
 
     They are explained there.
 
-    Example:
+    Examples:
         >>> FitOptions(max_updates=10).last_epoch
         inf
         >>> FitOptions().last_epoch

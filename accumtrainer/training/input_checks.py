@@ -29,7 +29,7 @@ class IndexRule:
         ignored: the label that means none, or `None`.
         message: what is wrong where the rule is broken.
 
-    Example:
+    Examples:
         >>> rule = IndexRule(count=3, ignored=-1)
         >>> rule.breaches(np.array([0, 3, -1, -2])).tolist()
         [False, True, False, True]
@@ -85,7 +85,7 @@ def compile_option(
         TypeError: there is text where only numbers can be.
         ValueError: XLA was asked for, and there is text.
 
-    Example:
+    Examples:
         >>> compile_option(Batch(np.ones(3)), "auto", has_own_loss=False)
         'auto'
     """
@@ -124,7 +124,7 @@ def id_rules(model: Model, x: Nest) -> dict[tuple, IndexRule]:
     Returns:
         Dict from the path in x to `IndexRule`.
 
-    Example:
+    Examples:
         >>> layers = [keras.Input([3]), keras.layers.Embedding(5, 2)]
         >>> list(id_rules(keras.Sequential(layers), np.array([[0, 4, 1]])))
         [()]
@@ -163,7 +163,7 @@ def label_rules(model: Model, loss: Any, y: Nest) -> dict[tuple, IndexRule]:
     Returns:
         Dict from the path in y to `IndexRule`.
 
-    Example:
+    Examples:
         >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(5)])
         >>> loss = keras.losses.SparseCategoricalCrossentropy()
         >>> label_rules(model, loss, np.array([0, 4]))[()].count
@@ -258,7 +258,7 @@ def fixed_sizes(model: Model, batch: Batch) -> dict[tuple, dict[int, int]]:
     Returns:
         Dict from `(field, path)` to a dict from axis to size.
 
-    Example:
+    Examples:
         >>> inputs = keras.Input([None, 3])
         >>> model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
         >>> fixed_sizes(model, Batch(np.zeros([4, 7, 3])))
@@ -293,7 +293,7 @@ class InputChecks:
             `numbers` only.
         numbers: whether every number is looked at.
 
-    Example:
+    Examples:
         >>> from accumtrainer.data.batches import window_of_batches
         >>> window = window_of_batches([Batch(np.ones([4, 2]))], None)
         >>> InputChecks(sizes={}, numbers=True).check(window, epoch=0, index=7)

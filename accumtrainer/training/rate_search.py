@@ -26,7 +26,7 @@ class SearchOptions:
 
     They are explained there.
 
-    Example:
+    Examples:
         >>> SearchOptions(lowest=0.01, highest=1.0, updates=3).rates.tolist()
         [0.01, 0.1, 1.0]
     """

@@ -69,7 +69,7 @@ def adaptive_clip(
     Raises:
         ValueError: `clipping` or `eps` is not above 0.
 
-    Example:
+    Examples:
         >>> kernel = [[1.0, 0.0], [0.0, 0.0]]
         >>> gradient = [[3.0, 0.0], [4.0, 0.0]]
         >>> (clipped,) = adaptive_clip([gradient], [kernel], clipping=0.5)

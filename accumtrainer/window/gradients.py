@@ -135,7 +135,7 @@ class Gradients:
 def uses(gradients: Sequence[Tensor | None]) -> Uses:
     """Mark which gradients there are.
 
-    Example:
+    Examples:
         >>> uses([1.0, None])
         ((), None)
     """
@@ -145,7 +145,7 @@ def uses(gradients: Sequence[Tensor | None]) -> Uses:
 def join_uses(marks: Sequence[Uses]) -> Uses:
     """Mark what any of several has used.
 
-    Example:
+    Examples:
         >>> join_uses([((), None, None), (None, (), None)])
         ((), (), None)
     """

@@ -393,7 +393,7 @@ def collect_logs(
 ) -> contextlib.AbstractContextManager[dict[str, tuple]]:
     """Collect what hooks log inside a block, `{name: (value, weight)}`.
 
-    Example:
+    Examples:
         ```
         with collect_logs(hooks) as logs:
             hooks.after_apply(info)

@@ -25,7 +25,7 @@ def restored_scale(
     Returns:
         float: the saved scale, as near as the options let it be.
 
-    Example:
+    Examples:
         >>> from accumtrainer.config import LossScale
         >>> restored_scale(4096.0, LossScale(maximum=1024.0, initial=2.0),
         ...                was_scaled=True)

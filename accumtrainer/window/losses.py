@@ -51,7 +51,7 @@ class WeightedLoss:
             denominator, which is then stated by others, or guessed; `""`
             where it is known.
 
-    Example:
+    Examples:
         >>> loss = WeightedLoss(0.5, denominator=12.0)
         >>> loss.mean * loss.denominator
         6.0

@@ -193,7 +193,7 @@ def named_losses(
     Returns:
         Dict from name to scalar tensor.
 
-    Example:
+    Examples:
         >>> losses = [WeightedLoss(0.5, 2.0, name="a"), WeightedLoss(1.0, 2.0)]
         >>> named_losses(losses, [0.5, 1.0])
         {'a': 0.5}

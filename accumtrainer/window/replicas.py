@@ -61,7 +61,7 @@ def share_out(window: Window, replicas: int) -> tuple[Shares, list[int]]:
         in the order they are run in, of which micro-batch of the window it is
         a part.
 
-    Example:
+    Examples:
         >>> from accumtrainer.data.batches import window_of_rows
         >>> window = window_of_rows(Batch(np.zeros([11, 2])), (4, 4, 3))
         >>> shares, indices = share_out(window, 2)
@@ -106,7 +106,7 @@ def join_parts(
     Returns:
         Arrays `(k,)`, float32.
 
-    Example:
+    Examples:
         >>> rows = [[4, 4, 0, 4, 1], [6, 2, 0, 2, 1], [5, 1, 0, 1, 1]]
         >>> losses = [WeightedLoss(1.0, denominator=4.0)]
         >>> join_parts(rows, [0, 1, 1], losses).loss.round(2).tolist()

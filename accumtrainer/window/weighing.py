@@ -150,7 +150,7 @@ def choose_weighing(
         divides_losses: whether what is differentiated must be as large as in
             the big batch.
 
-    Example:
+    Examples:
         >>> from accumtrainer.window.losses import WeightedLoss
         >>> choose_weighing(
         ...     [WeightedLoss(0.5, 8.0)], combine="exact", is_even=False
