@@ -81,6 +81,12 @@ def _flatten(structure: Nest) -> list[Any]:
     return optree.tree_leaves(structure, none_is_leaf=True)
 
 
+def _flatten_with_path(structure: Nest) -> list[tuple[tuple, Any]]:
+    flattened = optree.tree_flatten_with_path(structure, none_is_leaf=True)
+    paths, leaves, _ = flattened
+    return list(zip(paths, leaves, strict=True))
+
+
 def _map_structure(
     function: Callable[..., Any], *structures: Nest, none_is_leaf: bool = True
 ) -> Nest:
@@ -107,6 +113,7 @@ def _pack_sequence_as(structure: Nest, flat_sequence: list[Any]) -> Nest:
 tree = SimpleNamespace(
     assert_same_structure=_assert_same_structure,
     flatten=_flatten,
+    flatten_with_path=_flatten_with_path,
     is_nested=_is_nested,
     map_structure=_map_structure,
     pack_sequence_as=_pack_sequence_as,

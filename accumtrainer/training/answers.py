@@ -330,8 +330,9 @@ class Answers(Hooks):
         Ctrl-C. Callbacks are not told.
 
         Args:
-            x: what `fit` takes. Where it ends it begins anew; what can be
-                read only once, such as a generator, has been read then.
+            x: what `fit` takes. Where it ends it begins anew. What can be
+                read only once, such as a generator, has been read then, and
+                a loader that shuffles by itself goes on doing so.
             y: targets, where x is arrays.
             batch_size: samples per loader batch, default 32; the rate found
                 is one for this size of updates.

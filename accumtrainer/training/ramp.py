@@ -75,11 +75,11 @@ def ramped(optimizer: Optimizer, rates: np.ndarray) -> Iterator[Ramp]:
         for member, share in zip(members, shares, strict=True):
             own = (rates * share).astype("float32")
             given = given_rate(member)
-            if isinstance(given, keras.Variable):
-                assigned.append((given, own))
-            else:
+            if callable(given):
                 put_back.append((member, given))
                 member.learning_rate = RampSchedule(own, _iterations(member))
+            else:
+                assigned.append((given, own))
         names = [member.name for member in members]
         yield Ramp(
             {} if is_one else dict(zip(names, shares, strict=True)), assigned

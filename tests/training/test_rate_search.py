@@ -4,6 +4,8 @@ import signal
 
 import numpy as np
 import pytest
+import replicated
+from keras_core_gaps import keras_3_only
 from quickest import JIT_COMPILE
 from resumable import (
     NoisyTrainer,
@@ -15,7 +17,7 @@ from resumable import (
     make_trainer,
 )
 
-from accumtrainer import Callback, LossScale, Trainer
+from accumtrainer import Accumulation, Callback, LossScale, Trainer
 from accumtrainer.keras_api import keras, ops
 
 SCHEDULES = keras.optimizers.schedules
@@ -128,6 +130,26 @@ def test_several_optimizers_of_which_one_begins_at_zero_are_refused():
     trainer = make_trainer(optimizer=several(0.1, warming_up), **OPTIONS)
     with pytest.raises(ValueError, match="above 0.*begin above 0"):
         find(trainer)
+
+
+@keras_3_only("has no replicas")
+@pytest.mark.parametrize("rate", ["number", "schedule"])
+def test_replicas_search_as_one_device_does(rate):
+    x = np.random.default_rng(0).normal(size=[24, 6]).astype("float32")
+    searched, plain, one = (
+        replicated.make_trainer(
+            replicas,
+            replicated.make_mlp,
+            optimizer=lambda: keras.optimizers.Adam(RATES[rate]()),
+            accumulation=Accumulation(micro_batch_size=2),
+        )
+        for replicas in (2, 2, 1)
+    )
+    found, expected = (find(t, x, x[:, :2]) for t in (searched, one))
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-4)
+    for trainer in (searched, plain):
+        trainer.fit(x, x[:, :2], batch_size=8, epochs=2, verbose=0)
+    assert_same(searched, plain)
 
 
 class Failing:
