@@ -1,14 +1,24 @@
 """Claims about docs/: its numbers are measured, its code runs, links lead."""
 
+import json
 import re
 
 import pytest
-from test_examples import ROOT, code_blocks, run_python
+from test_examples import EXAMPLES, ROOT, code_blocks, run_python
 
+import accumtrainer
+from accumtrainer import callbacks
 from accumtrainer.keras_api import BACKEND
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
+SITE = ROOT / "mkdocs.yml"
+WITHOUT_CODE = (
+    "architecture.md",
+    "examples.md",
+    "guarantees.md",
+    "installing.md",
+)
 
 # What each line of docs/keras_differences.py shows: Keras's number, and ours.
 DIFFERENCES = (
@@ -56,7 +66,7 @@ def test_differences_from_keras_are_as_printed(tmp_path):
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if page.name != "architecture.md"],
+    [page for page in PAGES if page.name not in WITHOUT_CODE],
     ids=lambda page: page.name,
 )
 def test_code_of_a_page_runs_from_top_to_bottom(page, tmp_path):
@@ -77,13 +87,53 @@ def test_code_of_a_page_runs_from_top_to_bottom(page, tmp_path):
 )
 def test_links_lead_to_files(page):
     links = links_of(page.read_text(encoding="utf-8"))
-    missing = [link for link in links if not (page.parent / link).exists()]
-    assert links and not missing
+    assert not [link for link in links if not (page.parent / link).exists()]
 
 
 def test_readme_links_to_every_page():
     links = links_of((ROOT / "README.md").read_text(encoding="utf-8"))
     assert {f"docs/{page.name}" for page in PAGES} <= set(links)
+
+
+def test_site_has_every_page_and_example():
+    # What the site is made of; MkDocs itself, which is strict about links, is
+    # installed for `make docs` alone.
+    listed = re.findall(r"([\w/]+\.md)$", SITE.read_text("utf-8"), re.M)
+    pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    pages |= {f"examples/{file.stem}.md" for file in EXAMPLES}
+    assert pages <= set(listed)
+
+
+def test_every_public_name_is_in_the_reference():
+    pages = "".join(p.read_text("utf-8") for p in DOCS.glob("api/*.md"))
+    named = set(re.findall(r"^::: (?:\w+\.)+(\w+)$", pages, re.M))
+    assert {*accumtrainer.__all__, *callbacks.__all__} <= named
+
+
+def test_speed_in_the_readme_is_what_was_measured():
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    measured = json.loads((ROOT / "benchmarks/measured.json").read_text())
+    cells = {
+        "MLP": "mlp 32x8",
+        "convolutions": "conv 8x8",
+        "text classifier": "text 16x8",
+        "GPT, 4 layers": "gpt 4x8",
+        "VGG-16": "vgg16 1x16",
+    }
+    for title, cell in cells.items():
+        size, count = re.search(r"(\d+)x(\d+)$", cell).groups()
+        ratios = [
+            next(
+                each["advantage"][0]
+                for name, each in measured[backend][cell]["times"][
+                    "contenders"
+                ].items()
+                if name.startswith("Keras fit, accumulating")
+            )
+            for backend in ("tensorflow", "jax")
+        ]
+        shown = " | ".join(f"{ratio:.2f}" for ratio in ratios)
+        assert f"| {title} | {count} x {size} | {shown} |" in page
 
 
 def test_architecture_names_files_that_are_there():
