@@ -62,6 +62,13 @@ class Accumulation:
         combine: `"exact"` gives the gradient of the whole window as one
             batch; `"mean"` the plain mean of micro-batch gradients; `"sum"`
             their sum.
+        per_example: whether each example of a micro-batch is run as a
+            micro-batch of one, all of them at once. The hooks `on_micro_batch`
+            and `on_accumulate` then get one example and its gradients,
+            `info.loss` and `info.weight` are its own, and `combine` combines
+            examples. What a callback is told of a micro-batch is that of all
+            its examples together. A micro-batch takes the memory of as many
+            gradients as it has examples.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -78,6 +85,7 @@ class Accumulation:
     memory_limit_bytes: int | None = None
     tail: Literal["flush", "carry", "drop"] = "flush"
     combine: Literal["exact", "mean", "sum"] = "exact"
+    per_example: bool = False
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.micro_batch_size is None):
@@ -97,6 +105,12 @@ class Accumulation:
             COMBINES,
             "'exact' gives the gradient of the window as one batch.",
         )
+        if not isinstance(self.per_example, bool):
+            raise TypeError(
+                "per_example must be True or False. Received: "
+                f"per_example={self.per_example!r}. Use True to run each "
+                "example as a micro-batch of one."
+            )
         self._check_memory_limit()
         if self.micro_batch_size is not None:
             self._check_micro_batch_size()

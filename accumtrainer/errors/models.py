@@ -77,6 +77,27 @@ NOT_WITH_REPLICAS = (
     "the strategy or distribution."
 )
 
+WRITTEN_PER_EXAMPLE = (
+    "With per_example=True no example must change a variable, since all run at "
+    "once; random states aside, and what compiled metrics keep. Received: "
+    "changes of {paths}. Put a layer without such state in the place of that "
+    "one, for example GroupNormalization for BatchNormalization, freeze it, "
+    "use self.log in hooks, or leave per_example out."
+)
+
+NOT_VECTORIZED = (
+    "per_example=True runs the examples of a micro-batch one after the other "
+    "here, and so no faster than one by one: TensorFlow cannot vectorize an "
+    "operation of the model. It said: {reason} Replace the layer, "
+    "as with unroll=True in a recurrent one, or set KERAS_BACKEND=jax."
+)
+
+PER_EXAMPLE_WINDOW_LOSS = (
+    "per_example=True must come with a loss of single examples. Received: "
+    "{trainer}, whose window_loss compares those of a window. Leave "
+    "per_example out."
+)
+
 LOSS_WITHOUT_REDUCTION = (
     "loss must have a reduction. Received: loss {loss!r} with reduction=None. "
     "Use reduction='sum' or 'sum_over_batch_size'."

@@ -94,6 +94,7 @@ __all__ = [
     "is_overwritten",
     "keras",
     "keras_mask",
+    "set_keras_mask",
     "losses_of_layers",
     "metric_names",
     "noting_activity",

@@ -141,6 +141,12 @@ def check_devices(
         The seed; one that all processes have drawn together where none is
         given.
     """
+    if accumulation.per_example and trainer.has_window_loss:
+        raise ValueError(
+            errors.PER_EXAMPLE_WINDOW_LOSS.format(
+                trainer=type(trainer).__name__
+            )
+        )
     backend = make_backend(model=trainer.model)
     check_replicas(trainer, trainer.model, backend.replicas.count, run_eagerly)
     check_memory(accumulation, backend, run_eagerly)

@@ -105,6 +105,7 @@ class Engine:
             tracked=self._tracked,
             loss_scale=self._hooks.loss_scale,
             combine=self._accumulation.combine,
+            per_example=self._accumulation.per_example,
         )
         self.lasting = LastingState(self._window_parts, self.replicas.scope)
         self._evaluator = Evaluator(
@@ -388,7 +389,8 @@ class Engine:
 
     def run_window(self, window: Window) -> Report:
         """Make one update."""
-        if window.micro_batches > 1 or self.replicas.count > 1:
+        sums_up = self._accumulation.per_example or self.replicas.count > 1
+        if sums_up or window.micro_batches > 1:
             self._check_bare_losses(window)
         report = None
         while report is None:
@@ -494,5 +496,7 @@ class Engine:
         steps = self._accumulation.steps
         # Whatever fits now may have to be cut later.
         if self.replicas.count > 1 or self._sizing.may_cut:
+            return True
+        if self._accumulation.per_example:
             return True
         return window.micro_batches > 1 if steps is None else steps != 1

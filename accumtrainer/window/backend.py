@@ -198,6 +198,23 @@ class WindowBackend(abc.ABC):
         """
 
     @abc.abstractmethod
+    def map(self, function: Callable[[Nest], Nest], stacked: Nest) -> Nest:
+        """Run a function over the first axis, all at once.
+
+        Args:
+            function: takes a nest of tensors and returns one; writes to no
+                variable.
+            stacked: nest of tensors `[length, ...]`.
+
+        Returns:
+            Nest of tensors `[length, ...]`.
+        """
+
+    @abc.abstractmethod
+    def sum_rows(self, stacked: Tensor) -> Tensor:
+        """Add up a float32 tensor, large as it may be, over its first axis."""
+
+    @abc.abstractmethod
     def write_back(self) -> None:
         """Make the Keras variables current, for host code that can look."""
 

@@ -27,11 +27,13 @@ class Measured:
         losses: those that are logged have a name.
         regularization: scalar tensor, float32, counted once per window.
         samples: scalar tensor, float32.
+        outputs: nest of tensors that metrics are given, or `None`.
     """
 
     losses: list[WeightedLoss]
     regularization: Any
     samples: Any
+    outputs: Nest = None
 
     @property
     def weight(self) -> Tensor:
@@ -75,12 +77,15 @@ class Objective:
         batch: Batch,
         info: Info,
         compute_loss: Callable[[Batch, Info], Any] | None = None,
+        *,
+        updates_metrics: bool = True,
     ) -> Measured:
         """Compute the losses of a micro-batch and update the metrics.
 
         Args:
             batch: `Batch` of tensors.
             compute_loss: function of both, default that of the hooks.
+            updates_metrics: whether not somebody else does.
         """
         compute_loss = compute_loss or self._hooks.compute_loss
         with noting_activity(self._model) as of_activity:
@@ -93,15 +98,24 @@ class Objective:
             if info.training and self._lacks_a_loss:
                 _check_added(added, regularization)
             losses += self._weigh_added(added, batch, samples)
-        if self._has_metrics and outputs is not None:
-            self._model.compute_metrics(
-                batch.x, batch.y, outputs, sample_weight=batch.sample_weight
-            )
+        outputs = outputs if self._has_metrics else None
+        if updates_metrics:
+            self.update_metrics(batch, outputs)
         if regularization is None:
             regularization = ops.zeros((), dtype="float32")
         return Measured(
-            losses=losses, regularization=regularization, samples=samples
+            losses=losses,
+            regularization=regularization,
+            samples=samples,
+            outputs=outputs,
         )
+
+    def update_metrics(self, batch: Batch, outputs: Nest) -> None:
+        """Have the model's metrics judge outputs, if there are any."""
+        if outputs is not None:
+            self._model.compute_metrics(
+                batch.x, batch.y, outputs, sample_weight=batch.sample_weight
+            )
 
     def expects_as_many(self, losses: list[WeightedLoss]) -> bool:
         """Whether losses are as many as were expected."""

@@ -22,6 +22,7 @@ class WindowParts:
         tracked: variables that hooks may move, undone by a skipped window.
         loss_scale: `None` to leave the loss as it is.
         combine: as in `Accumulation`.
+        per_example: as in `Accumulation`.
         training: whether layers and hooks are told that this is training.
     """
 
@@ -31,6 +32,7 @@ class WindowParts:
     tracked: Sequence[Any] = ()
     loss_scale: LossScale | None = None
     combine: Literal["exact", "mean", "sum"] = "exact"
+    per_example: bool = False
     training: bool = True
 
     @property

@@ -11,29 +11,32 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import flatten_layers, ops, tree
-from accumtrainer.keras_api.types import Nest, Tensor
+from accumtrainer.keras_api.types import Nest, Tensor, Variable
 from accumtrainer.layers import WindowLayer
 from accumtrainer.window.clipping import global_norm
 from accumtrainer.window.gradient_cache import GradientCache
 from accumtrainer.window.gradients import Gradients, Uses, uses
 from accumtrainer.window.hooks import HOOK_NAMES, Info, collect_logs
 from accumtrainer.window.loss_scale import computes_in_float16
-from accumtrainer.window.losses import WeightedLoss
-from accumtrainer.window.numbers import OfMicroBatch, OfPart, Sums
+from accumtrainer.window.losses import WeightedLoss, count_samples
+from accumtrainer.window.numbers import OfMicroBatch, OfPart
 from accumtrainer.window.objective import Measured, Objective, total_loss
 from accumtrainer.window.parts import WindowParts
+from accumtrainer.window.passed import Passed, summary_of
+from accumtrainer.window.per_example import (
+    count_each,
+    joined,
+    judged_of,
+    map_examples,
+    to_be_judged,
+)
 from accumtrainer.window.state import RunningSums, Scratch
 from accumtrainer.window.weighing import (
     Share,
-    Weighing,
-    gradient_weight,
     loss_factors,
     loss_weight,
-    where_sum,
 )
 
 Cached = tuple[Nest, Tensor] | None
@@ -51,6 +54,7 @@ class Passes:
         perturbs: whether windows run a second time, at moved weights.
         measures_gradients: whether to report the norm of each micro-batch's
             gradient too. What has been compiled does not notice a change.
+        streams: random states that are drawn from and belong to nobody.
     """
 
     def __init__(self, parts: WindowParts):
@@ -65,12 +69,14 @@ class Passes:
         self._may_draw = any(map(hooks.overrides, HOOK_NAMES))
         self._may_weigh_losses = not (
             parts.loss_scale is not None
+            or parts.per_example
             or hooks.overrides("on_accumulate")
             or computes_in_float16(parts.model)
         )
         self.objective = Objective(hooks)
         self.gradients = Gradients(parts)
         self.measures_gradients = False
+        self.streams: list[Variable] = []
 
     @functools.cached_property
     def window_layers(self) -> list[WindowLayer]:
@@ -103,11 +109,14 @@ class Passes:
                 stack.enter_context(layer.micro_batch(ops.equal(index, 0)))
             yield
 
+    def _fold_in(self, index: Tensor, share: Share) -> None:
+        if self._may_draw:
+            self._state.fold_in(share.number_of(index))
+
     def _prepare(
         self, batch: Batch, index: Tensor, share: Share, info: Info
     ) -> Batch:
-        if self._may_draw:
-            self._state.fold_in(share.number_of(index))
+        self._fold_in(index, share)
         return self._hooks.on_micro_batch(batch, info)
 
     # One micro-batch.
@@ -139,8 +148,28 @@ class Passes:
         micro_batches = ops.cast(share.micro_batches, "int32")
         share = share._replace(micro_batches=micro_batches)
         info = self.info(index, share)
+        self._fold_in(index, share)
+        # Layers may run again while their gradients are taken.
+        with self.layers_in_window(index):
+            if self._parts.per_example:
+                passed = self._run_examples(batch, share, info)
+            else:
+                passed = self._run_rows(batch, share, info, cached)
+        summary, gradients, norm = passed
+        running.add(passed.sums)
+        logs = summary["logs"]
+        running.add_logs(
+            running.merged(logs) if self._parts.per_example else logs
+        )
+        is_part = share.split is not None
+        return self._numbers(summary, norm, is_part=is_part), gradients
+
+    def _run_rows(
+        self, batch: Batch, share: Share, info: Info, cached: Cached = None
+    ) -> Passed:
+        """Run all of a micro-batch, or one example of it, by itself."""
         with collect_logs(self._hooks) as logs_before:
-            batch = self._prepare(batch, index, share, info)
+            batch = self._hooks.on_micro_batch(batch, info)
 
         compute_loss = None
         if cached is not None:
@@ -151,39 +180,55 @@ class Passes:
 
         def objective() -> tuple[Tensor, Nest]:
             with collect_logs(self._hooks) as logs:
-                measured = self.objective.measure(batch, info, compute_loss)
+                measured = self.objective.measure(
+                    batch,
+                    info,
+                    compute_loss,
+                    updates_metrics=not self._parts.per_example,
+                )
             self.objective.check(measured.losses)
             total = self._balanced(measured, share)
-            summary = _summary(measured, share.weighing, logs)
+            summary = summary_of(measured, share.weighing, logs)
+            if self._parts.per_example:
+                summary |= to_be_judged(batch, measured.outputs)
             # A denominator may depend on the weights, as a count of what is
             # predicted does, and is a constant nevertheless.
             weight = ops.stop_gradient(summary["gradient_weight"])
             weight = self._weight_of_losses(weight, share)
             return total if weight is None else total * weight, summary
 
-        # Layers may run again while their gradients are taken.
-        with self.layers_in_window(index):
-            summary, gradients = self._backend.value_and_grad(
-                objective,
-                self._parts.model.trainable_variables,
-                keeps_rows=self.weighs_losses,
-            )
+        summary, gradients = self._backend.value_and_grad(
+            objective,
+            self._parts.model.trainable_variables,
+            keeps_rows=self.weighs_losses,
+        )
         info = replace(info, loss=summary["loss"], weight=summary["weight"])
         weight = summary["gradient_weight"]
         with collect_logs(self._hooks) as logs:
             gradients, norm = self._weigh(gradients, weight, share, info)
-        running.add(
-            Sums(
-                summary["numerators"],
-                summary["denominators"],
-                summary["regularization"],
-                weight,
-                summary["samples"],
-            )
+        summary["logs"] = logs_before | summary["logs"] | logs
+        return Passed(summary, gradients, norm)
+
+    def _run_examples(self, batch: Batch, share: Share, info: Info) -> Passed:
+        """Run each example of a micro-batch by itself, all at once."""
+        share = count_each(share, batch)
+        examples = map_examples(
+            self._parts,
+            lambda row: self._run_rows(row, share, info),
+            batch,
+            self.streams,
         )
-        running.add_logs(logs_before | summary["logs"] | logs)
-        is_part = share.split is not None
-        return self._numbers(summary, norm, is_part=is_part), gradients
+        assert self.objective.expected is not None
+        losses = self.objective.expected
+        passed = joined(examples, losses, self._backend)
+        if examples.summary["outputs"] is not None:
+            judged = judged_of(examples.summary)
+            self.objective.update_metrics(*judged)
+        if self.measures_gradients:
+            norm = global_norm(self.gradients.ordinary(passed.gradients))
+            weight = passed.summary["gradient_weight"]
+            passed = passed._replace(norm=ops.divide_no_nan(norm, weight))
+        return passed
 
     def _balanced(self, measured: Measured, share: Share) -> Tensor:
         """Add up the losses of a micro-batch as they are differentiated."""
@@ -274,7 +319,7 @@ class Passes:
             )
             scale = 1.0
         norm = None
-        if self.measures_gradients:
+        if self.measures_gradients and not self._parts.per_example:
             used = self.gradients.times(1.0, gradients)
             norm = global_norm(self.gradients.ordinary(used)) / scale
         return self.gradients.times(weight / scale, gradients), norm
@@ -282,19 +327,38 @@ class Passes:
     def measure_weights(
         self, batch: Batch, index: Tensor, share: Share
     ) -> Tensor:
-        """Measure a micro-batch's denominators `(losses,)`, without effect."""
+        """Measure a micro-batch's denominators `(losses,)`, without effect.
+
+        Where examples are run by themselves their number comes last.
+        """
         with Scratch(self._parts.variables):
             info = self.info(index, share)
+            self._fold_in(index, share)
+            if not self._parts.per_example:
+                return self._denominators(batch, info)
+            examples = map_examples(
+                self._parts,
+                lambda row: self._denominators(row, info),
+                batch,
+                self.streams,
+            )
+            count = ops.reshape(count_samples(batch.x), [1])
+            return ops.concatenate([ops.sum(examples, axis=0), count])
+
+    def _denominators(self, batch: Batch, info: Info) -> Tensor:
+        measure = functools.partial(
+            self.objective.measure,
+            updates_metrics=not self._parts.per_example,
+        )
+        with collect_logs(self._hooks):
+            batch = self._hooks.on_micro_batch(batch, info)
+        with collect_logs(self._hooks):
+            measured = measure(batch, replace(info, training=False))
+        if not self.objective.expects_as_many(measured.losses):
+            # Layers may add a loss in training only.
             with collect_logs(self._hooks):
-                batch = self._prepare(batch, index, share, info)
-            with collect_logs(self._hooks):
-                judging = replace(info, training=False)
-                measured = self.objective.measure(batch, judging)
-            if not self.objective.expects_as_many(measured.losses):
-                # Layers may add a loss in training only.
-                with collect_logs(self._hooks):
-                    measured = self.objective.measure(batch, info)
-                self.objective.check(measured.losses)
+                measured = measure(batch, info)
+            self.objective.check(measured.losses)
         return measured.denominators()
 
     # Gradient caching, for a loss that couples the examples of a window.
@@ -432,21 +496,3 @@ class Passes:
 def length(stacked: Batch) -> Tensor | int:
     """Count the micro-batches of tensors `[k, m, ...]`."""
     return ops.shape(tree.flatten(stacked)[0])[0]
-
-
-def _summary(
-    measured: Measured, weighing: Weighing, logs: dict[str, tuple]
-) -> dict[str, Any]:
-    """Gather what must leave the differentiated function, as tensors."""
-    means, weights = measured.means(), measured.denominators()
-    is_sum = np.array([loss.is_sum for loss in measured.losses])
-    return {
-        "loss": total_loss(means, measured.losses, measured.regularization),
-        "numerators": means * where_sum(is_sum, 1.0, weights),
-        "denominators": where_sum(is_sum, 0.0, weights),
-        "regularization": measured.regularization,
-        "weight": measured.weight,
-        "gradient_weight": gradient_weight(measured.losses, weighing),
-        "samples": measured.samples,
-        "logs": logs,
-    }

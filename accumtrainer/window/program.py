@@ -34,7 +34,7 @@ backend: to differentiate, to loop, to branch, to compile.
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
-from accumtrainer.data.batches import Batch, leaves
+from accumtrainer.data.batches import Batch, leaves, map_leaves
 from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.types import Nest, Tensor
 from accumtrainer.window.gradient_cache import (
@@ -100,6 +100,8 @@ class WindowProgram:
             batch: arrays, one micro-batch.
         """
         kind = kind_of(batch)
+        if self._parts.per_example:
+            batch = map_leaves(lambda leaf: leaf[:1], batch)
         if not self._surveys:
             context_of(self._parts.hooks).log_book.reductions.clear()
         if kind not in self._surveys:
@@ -108,6 +110,7 @@ class WindowProgram:
             self._surveys[kind] = survey
         self.variables.follow(self._surveys[kind])
         self.passes.objective.expected = self.survey.losses
+        self.passes.streams = self.variables.streams
 
     def _begin(self, survey: Survey) -> None:
         """Get ready for micro-batches like one that was surveyed."""
@@ -193,6 +196,7 @@ class WindowProgram:
             combine=self._parts.combine,
             is_even=is_even,
             divides_losses=self.passes.divides_losses,
+            per_example=self._parts.per_example,
         )
 
     # A whole window in one call.

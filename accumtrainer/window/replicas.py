@@ -40,7 +40,7 @@ from accumtrainer.window.objective import (
 )
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.passes import Passes, length
-from accumtrainer.window.state import EXTREMES
+from accumtrainer.window.state import EXTREMES, shifted_seed
 from accumtrainer.window.variables import WindowVariables
 from accumtrainer.window.weighing import Share, Shares
 
@@ -350,10 +350,8 @@ class Merger:
         before = [variable.value for variable in self.variables]
         for variable in self.variables:
             if is_random_state(variable):
-                seed, *rest = ops.unstack(variable.value, 2)
-                distance = ops.cast(STREAM_DISTANCE, variable.dtype)
-                seed = seed + ops.cast(replica, variable.dtype) * distance
-                variable.assign(ops.stack([seed, *rest]))
+                seed = shifted_seed(variable, replica, STREAM_DISTANCE)
+                variable.assign(seed)
         return before
 
     def added(self) -> list[Tensor]:

@@ -58,6 +58,20 @@ class Scratch(keras.StatelessScope):
         return value is not self._before[id(variable)]
 
 
+def shifted_seed(variable: Variable, number: Tensor, distance: int) -> Tensor:
+    """Choose another stream for a random state, one for each number.
+
+    Args:
+        variable: of a `keras.random.SeedGenerator`.
+        number: scalar, int32; 0 keeps the stream.
+        distance: by how much the seeds of neighbouring numbers differ.
+    """
+    seed, *rest = ops.unstack(variable.value, 2)
+    kind = variable.dtype
+    seed = seed + ops.cast(number, kind) * ops.cast(distance, kind)
+    return ops.stack([seed, *rest])
+
+
 class TrainingState:
     """Counters, loss scale and random state of a Trainer, as variables.
 
@@ -193,6 +207,21 @@ class RunningSums:
                 amount = value * weight if reduce == "mean" else value
                 merged = variable.value + ops.stack([amount, weight])
             variable.assign(merged)
+
+    def merged(self, entries: dict[str, tuple]) -> dict[str, tuple]:
+        """Merge values `[m]` that were logged at once to one of each name."""
+        merged = {}
+        for name, (values, weights) in entries.items():
+            reduce = self._reductions[name]
+            if reduce in EXTREMES:
+                merge = EXTREMES[reduce][2]
+                merged[name] = (merge(values), merge(weights))
+                continue
+            weight, value = ops.sum(weights), ops.sum(values)
+            if reduce == "mean":
+                value = ops.divide_no_nan(ops.sum(values * weights), weight)
+            merged[name] = value, weight
+        return merged
 
     def logs(self) -> dict[str, tuple]:
         """Reduce the logged values, `{name: (value, weight)}`."""

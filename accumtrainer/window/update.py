@@ -81,11 +81,9 @@ class Update:
         state = self._state
         count = ops.cast(micro_batches, "float32")
         means, added = self._window_means()
-        info = self._info(micro_batches, means, added)
+        info = self._info(micro_batches, means, added, weighing)
         loss = info.loss
-        divisor = gradient_divisor(
-            weighing, total_weight=added.weight, micro_batches=count
-        )
+        divisor = self._divisor(weighing, added, count)
         gradients, norm, is_finite = self._finish(sums, divisor, info)
         rates = self._optimizers.learning_rates()
         # A copy, because it may be a variable that is about to move.
@@ -121,7 +119,13 @@ class Update:
             "counters": self._counters(is_finite),
         }
 
-    def _info(self, micro_batches: Tensor, means: Tensor, added: Sums) -> Info:
+    def _info(
+        self,
+        micro_batches: Tensor,
+        means: Tensor,
+        added: Sums,
+        weighing: Weighing,
+    ) -> Info:
         """Tell hooks of a window what there is to be told of it."""
         state = self._state
         count = ops.cast(micro_batches, "float32")
@@ -133,7 +137,7 @@ class Update:
             epoch=state.epoch.value,
             micro_batches=micro_batches,
             loss=loss,
-            total_weight=added.weight,
+            total_weight=_total_weight(weighing, added),
             loss_scale=state.loss_scale.value,
         )
 
@@ -152,7 +156,7 @@ class Update:
         Returns:
             List of tensors, the weights before they moved.
         """
-        info = self._info(micro_batches, *self._window_means())
+        info = self._info(micro_batches, *self._window_means(), weighing)
         _, gradients = self.take_gradients(micro_batches, weighing, sums)
         with collect_logs(self._hooks) as logs:
             moves = self._gradients.changed_by(
@@ -240,12 +244,20 @@ class Update:
         """
         count = ops.cast(micro_batches, "float32")
         means, added = self._window_means()
-        divisor = gradient_divisor(
-            weighing, total_weight=added.weight, micro_batches=count
-        )
+        divisor = self._divisor(weighing, added, count)
         # Copies, because sums may be variables that are about to be cleared.
         gradients = list(map(ops.copy, _divide(sums, divisor)))
         return total_loss(means, self._variables.survey.losses, 0.0), gradients
+
+    def _divisor(
+        self, weighing: Weighing, added: Sums, count: Tensor
+    ) -> Tensor | None:
+        if self._parts.per_example and weighing.rule != "denominator":
+            # Each example counts as a micro-batch, and weighs 1.
+            count = added.weight
+        return gradient_divisor(
+            weighing, total_weight=added.weight, micro_batches=count
+        )
 
     def _window_means(self) -> tuple[Tensor, Sums]:
         added = self._variables.window.read()
@@ -360,6 +372,13 @@ class Update:
         with Scratch(read):
             self._add_to_epoch(means, added, count)
             return self.running_logs()
+
+
+def _total_weight(weighing: Weighing, added: Sums) -> Tensor:
+    """Say how much a window counts: of padding alone, not even a little."""
+    if weighing.rule == "denominator":
+        return added.denominators[0]
+    return added.weight
 
 
 def _divide(sums: list[Tensor], divisor: Tensor | None) -> list[Tensor]:

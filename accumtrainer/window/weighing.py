@@ -140,6 +140,7 @@ def choose_weighing(
     combine: Literal["exact", "mean", "sum"],
     is_even: bool,
     divides_losses: bool = False,
+    per_example: bool = False,
 ) -> Weighing:
     """Choose how a window is weighed.
 
@@ -149,6 +150,7 @@ def choose_weighing(
         is_even: whether all micro-batches of the window have equal shapes.
         divides_losses: whether what is differentiated must be as large as in
             the big batch.
+        per_example: whether each example is run as a micro-batch of one.
 
     Examples:
         >>> from accumtrainer.window.losses import WeightedLoss
@@ -170,7 +172,9 @@ def choose_weighing(
         )
     return Weighing(
         rule="balance",
-        needs_totals=bool(means) and not is_uniform,
+        # How many examples there are is one of the totals.
+        needs_totals=(bool(means) and not is_uniform)
+        or (per_example and not is_even),
         divides_losses=divides_losses,
     )
 

@@ -311,6 +311,17 @@ class JaxBackend(Backend):
         assign_changed(variables, current, arrays)
         return results, carried
 
+    def map(self, function: Callable[[Nest], Nest], stacked: Nest) -> Nest:
+        return jax.vmap(function)(stacked)
+
+    def sum_rows(self, stacked: Tensor) -> Tensor:
+        if self.has_accelerator():
+            return jax.numpy.sum(stacked, axis=0)
+        # On a CPU, XLA computes anew for every sum what comes before it; not
+        # what a product is made of.
+        ones = jax.numpy.ones(stacked.shape[0], stacked.dtype)
+        return jax.numpy.tensordot(ones, stacked, 1)
+
     def has_accelerator(self) -> bool:
         return jax.default_backend() != "cpu"
 

@@ -6,7 +6,6 @@ are written.
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -14,7 +13,6 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from accumtrainer import errors
 from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import strategy_of, tree
 from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
@@ -22,6 +20,7 @@ from accumtrainer.steps.backend import Backend, HasVariables
 from accumtrainer.steps.memory import Backup
 from accumtrainer.steps.tensorflow.fit import next_batch, next_batches
 from accumtrainer.steps.tensorflow.indices import Indices
+from accumtrainer.steps.tensorflow.mapping import map_rows
 from accumtrainer.steps.tensorflow.memory import (
     Peak,
     accelerators,
@@ -33,16 +32,14 @@ from accumtrainer.steps.tensorflow.programs import (
     XlaShapes,
     operations_of,
     to_spec,
+    warn_of_many_shapes,
 )
 from accumtrainer.steps.tensorflow.replicas import (
     TensorFlowReplicas,
     outside_of_strategies,
 )
+from accumtrainer.steps.tensorflow.squares import is_worth_a_loop, sum_in_rows
 from accumtrainer.window.weighing import Shares
-
-# How many squares are added up side by side, and from how many rows on.
-ROW = 12_800
-ROWS_WORTH_A_LOOP = 20
 
 
 class TensorFlowBackend(Backend):
@@ -71,13 +68,15 @@ class TensorFlowBackend(Backend):
         self._run_eagerly = run_eagerly
         self.replicas: TensorFlowReplicas = TensorFlowReplicas(strategy)
         self._xla_shapes = XlaShapes(
-            None if compiles_all_shapes else XLA_SHAPES, _warn_of_many_shapes
+            None if compiles_all_shapes else XLA_SHAPES, warn_of_many_shapes
         )
         self._indices = Indices(self._xla_shapes.close)
         # Whether what is being traced, or a replica runs of it, is for XLA.
         self._jit_compile = False
         # Whether what is being traced is for XLA.
         self._is_for_xla = False
+        # What rows that a function is mapped over have found of indices.
+        self._found_in_row: list[Tensor] | None = None
 
     @classmethod
     def of_model(
@@ -215,8 +214,7 @@ class TensorFlowBackend(Backend):
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(values)
             total, nest = objective(*tensors)
-        if self._jit_compile and not self.has_accelerator():
-            self._indices.look_at(total.graph, can_keep=self._is_for_xla)
+        self._look_at_indices()
         gradients = tape.gradient(total, values)
         return nest, [
             g
@@ -224,6 +222,17 @@ class TensorFlowBackend(Backend):
             else tf.convert_to_tensor(g)
             for g in gradients
         ]
+
+    def _look_at_indices(self) -> None:
+        if not self._jit_compile or self.has_accelerator():
+            return
+        graph = tf.constant(0).graph
+        if self._found_in_row is None:
+            self._indices.look_at(graph, can_keep=self._is_for_xla)
+            return
+        number = self._indices.find(graph, can_keep=self._is_for_xla)
+        if number is not None:
+            self._found_in_row.append(number)
 
     def accepts(self, is_finite: Tensor) -> Tensor:
         return (
@@ -249,26 +258,10 @@ class TensorFlowBackend(Backend):
             variable.value.assign_add(gradient)
 
     def sum_of_squares(self, gradient: Tensor) -> Tensor:
-        # On a CPU, XLA writes the squares of a large tensor to memory, and
-        # adds them up window by window; rows that are added to one row stay
-        # near.
-        size = gradient.shape.num_elements()
-        rows = size // ROW
-        if (
-            not self._is_for_xla
-            or self.has_accelerator()
-            or rows < ROWS_WORTH_A_LOOP
-        ):
-            return tf.reduce_sum(tf.square(gradient))
-        flat = tf.reshape(gradient, [-1])
-        table = tf.reshape(flat[: rows * ROW], [rows, ROW])
-        _, total = tf.while_loop(
-            lambda row, total: row < rows,
-            lambda row, total: (row + 1, total + tf.square(table[row])),
-            [tf.constant(0), tf.zeros([ROW])],
-        )
-        rest = tf.square(flat[rows * ROW :])
-        return tf.reduce_sum(total) + tf.reduce_sum(rest)
+        loops = self._is_for_xla and not self.has_accelerator()
+        if loops and is_worth_a_loop(gradient):
+            return sum_in_rows(gradient)
+        return tf.reduce_sum(tf.square(gradient))
 
     def apply(
         self,
@@ -393,6 +386,28 @@ class TensorFlowBackend(Backend):
             lambda d: d and next(stacked), dtypes
         ), carried
 
+    def map(self, function: Callable[[Nest], Nest], stacked: Nest) -> Nest:
+        def run(item: Nest) -> tuple[Nest, list[Tensor]]:
+            self._found_in_row = []
+            return function(item), self._found_in_row
+
+        self._look_at_indices()
+        try:
+            result, numbers = map_rows(run, stacked)
+        finally:
+            self._found_in_row = None
+        for number in numbers:
+            self._indices.note(tf.reduce_max(number))
+        if not tf.executing_eagerly():
+            self._indices.pass_over(tf.constant(0).graph)
+        return result
+
+    def sum_rows(self, stacked: Tensor) -> Tensor:
+        if not self._is_for_xla or self.has_accelerator():
+            return tf.reduce_sum(stacked, axis=0)
+        # As on JAX, see there.
+        return tf.tensordot(tf.ones(tf.shape(stacked)[:1]), stacked, 1)
+
     def has_accelerator(self) -> bool:
         devices = tf.config.list_logical_devices()
         return any(device.device_type != "CPU" for device in devices)
@@ -449,14 +464,6 @@ def _has_copies(variables: list[Variable]) -> bool:
         isinstance(value, tf.distribute.DistributedValues)
         and len(strategy_of(value).extended.worker_devices) > 1
         for value in values
-    )
-
-
-def _warn_of_many_shapes(shapes: str) -> None:
-    warnings.warn(
-        errors.MANY_SHAPES.format(shapes=shapes)
-        + errors.MANY_SHAPES_XLA.format(count=XLA_SHAPES),
-        stacklevel=2,
     )
 
 

@@ -99,11 +99,25 @@ class Indices:
         self._looked_at: Any = weakref.WeakKeyDictionary()
 
     def look_at(self, graph: Any, *, can_keep: bool) -> None:
-        """Have a graph that is being traced look at its indices.
+        """Have a graph that is being traced look at its indices."""
+        number = self.find(graph, can_keep=can_keep)
+        if number is not None:
+            self.note(number)
+        self.pass_over(graph)
+
+    def note(self, number: Tensor) -> None:
+        """Keep the number of an operation, 0 for none."""
+        self._outside.assign(tf.maximum(self._outside.read_value(), number))
+
+    def find(self, graph: Any, *, can_keep: bool) -> Tensor | None:
+        """Find the operation of a graph that was given an index outside.
 
         Args:
             graph: `tf.Graph`; all of it runs under XLA.
-            can_keep: whether it can write to a variable.
+            can_keep: whether what is found can be noted.
+
+        Returns:
+            Its number, scalar int32, 0 for none; `None` where none indexes.
         """
         operations = graph.get_operations()[self._looked_at.get(graph, 0) :]
         found = list(lookups(operations))
@@ -114,18 +128,17 @@ class Indices:
             or (found and not can_keep)
         ):
             self._leave_xla()
-        if found and can_keep:
-            first = len(self._operations) + 1
-            self._operations += [
-                (lookup.name, lookup.range) for lookup in found
-            ]
-            numbers = [
-                tf.where(lookup.is_outside(), first + position, 0)
-                for position, lookup in enumerate(found)
-            ]
-            number = functools.reduce(tf.maximum, numbers)
-            self._outside.assign(tf.maximum(self._outside.read_value(), number))
         self.pass_over(graph)
+        if not (found and can_keep):
+            return None
+        first = len(self._operations) + 1
+        self._operations += [(lookup.name, lookup.range) for lookup in found]
+        numbers = [
+            tf.where(lookup.is_outside(), first + position, 0)
+            for position, lookup in enumerate(found)
+        ]
+        self.pass_over(graph)
+        return functools.reduce(tf.maximum, numbers)
 
     def pass_over(self, graph: Any) -> None:
         """Leave out what a graph holds by now."""

@@ -29,6 +29,15 @@ will hardly come often enough.
 """
 
 
+def warn_of_many_shapes(shapes: str) -> None:
+    """Warn of how many shapes XLA has compiled for, and what helps."""
+    warnings.warn(
+        errors.MANY_SHAPES.format(shapes=shapes)
+        + errors.MANY_SHAPES_XLA.format(count=XLA_SHAPES),
+        stacklevel=2,
+    )
+
+
 class XlaShapes:
     """The shapes that XLA compiles for: the first few of each kind.
 
