@@ -13,6 +13,7 @@
 #   make check    what continuous integration expects: format, lint, types,
 #                 the site, tests
 #   make docs     build the site, build/site/index.html
+#   make release  build wheel and source distribution, and check both
 #   make bench    compare the speed with Keras's own fit, and more
 #   make bench-quick  three cells, against what was recorded
 #   make bench-peers  compare with Lightning and Accelerate too
@@ -55,7 +56,7 @@ KERAS_CORE_TESTS := $(BACKENDS:%=test-keras_core-%)
 KERAS_OWN_TESTS := $(BACKENDS:%=test-keras_own-%)
 
 .PHONY: demo test $(TESTS) $(KERAS_CORE_TESTS) $(KERAS_OWN_TESTS) \
-	test-pythons check lint types docs doctest bench bench-quick bench-peers soak fuzz format clean
+	test-pythons check lint types docs release doctest bench bench-quick bench-peers soak fuzz format clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
 
@@ -124,6 +125,9 @@ docs: .venv-docs/.installed
 	NO_MKDOCS_2_WARNING=1 PYTHONDONTWRITEBYTECODE=1 \
 		.venv-docs/bin/python -m mkdocs build --quiet --strict
 	@echo "The site is build/site/index.html."
+
+release:
+	PYTHON=$(PYTHON) .ci/release
 
 doctest: $(INSTALLED)
 	$(BIN)/python -m pytest --doctest-modules accumtrainer callbacks

@@ -351,11 +351,10 @@ def test_every_folder_of_the_package_is_installed():
     assert set(installed) == names | {"accumtrainer.callbacks"}
 
 
-def test_changelog_leads_with_the_version_in_pyproject():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+def test_changelog_leads_with_the_version():
     changelog = (ROOT / "CHANGELOG.md").read_text()
     newest = re.search(r"^## (\S+)", changelog, flags=re.MULTILINE)
-    assert newest and newest[1] == project["project"]["version"]
+    assert newest and newest[1] == accumtrainer.__version__
 
 
 def test_constraints_are_exact_versions_and_nothing_else():
@@ -363,3 +362,12 @@ def test_constraints_are_exact_versions_and_nothing_else():
     pins = [line for line in lines if not line.startswith("#")]
     wrong = [pin for pin in pins if not re.fullmatch(r"[a-z0-9-]+==\S+", pin)]
     assert pins and not wrong
+
+
+def test_pre_commit_formats_as_make_lint_does():
+    pins = (ROOT / "constraints.txt").read_text()
+    (pin,) = re.findall(r"^ruff==\S+$", pins, flags=re.MULTILINE)
+    used = re.findall(
+        r"\[(ruff==\S+)\]", (ROOT / ".pre-commit-config.yaml").read_text()
+    )
+    assert set(used) == {pin}

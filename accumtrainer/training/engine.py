@@ -282,10 +282,9 @@ class Engine:
         Losses are others where data are of another structure.
         """
         losses = self._program.survey.losses
-        if any(known is losses for known in self._checked_losses):
-            return
+        is_known = any(known is losses for known in self._checked_losses)
         is_stated = context_of(self._hooks).denominator is not None
-        if is_stated and not warns:
+        if is_known or (is_stated and not warns):
             return
 
         def find_trials() -> Any:
@@ -389,8 +388,8 @@ class Engine:
 
     def run_window(self, window: Window) -> Report:
         """Make one update."""
-        sums_up = self._accumulation.per_example or self.replicas.count > 1
-        if sums_up or window.micro_batches > 1:
+        adds_up = self._accumulation.per_example or self.replicas.count > 1
+        if adds_up or window.micro_batches > 1:
             self._check_bare_losses(window)
         report = None
         while report is None:
@@ -494,9 +493,8 @@ class Engine:
     def _accumulates(self, window: Window) -> bool:
         """Whether windows of more than one micro-batch are to be expected."""
         steps = self._accumulation.steps
+        adds_up = self._accumulation.per_example or self.replicas.count > 1
         # Whatever fits now may have to be cut later.
-        if self.replicas.count > 1 or self._sizing.may_cut:
-            return True
-        if self._accumulation.per_example:
+        if adds_up or self._sizing.may_cut:
             return True
         return window.micro_batches > 1 if steps is None else steps != 1
