@@ -481,10 +481,13 @@ from test_memory import count_what_is_kept, make_trainer
 data = np.ones([48, 32, 32], "float32"), np.ones([48, 1], "float32")
 kept = []
 for _ in range(3):
-    make_trainer(2).fit(*data, batch_size=8, verbose=0)
+    trainer = make_trainer(2)
+    trainer.fit(*data, batch_size=8, verbose=0)
+    alive = count_what_is_kept()
+    del trainer
     gc.collect()
     kept.append(count_what_is_kept())
-assert 0 < kept[2] <= kept[1], kept
+assert kept[2] <= kept[1] < alive, (kept, alive)
 """
 
 
