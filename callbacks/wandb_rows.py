@@ -70,6 +70,8 @@ class WandbRows:
         self._open_names: set[str] = set()
         self._last_step = -1
         self._may_be_open = not is_new and self._has_steps
+        # Asked now: W&B never answers for a run that has been finished.
+        self._first_step = run.step + 1 if self._may_be_open else 0
         self._answer_instead_of(run.log, self.log)
 
     @classmethod
@@ -154,13 +156,13 @@ class WandbRows:
     ) -> None:
         """Write to a step, `None` for the one W&B is at."""
         if step is None and self._may_be_open:
-            step = self._next_step()
+            step = self._first_step
         self._may_be_open = False
         self._write(row, step=step, **options)
 
     def _next_step(self) -> int:
         """Return the least step of a row that is no older one's."""
-        return self._run.step + self._may_be_open
+        return self._first_step if self._may_be_open else self._run.step
 
     @property
     def _has_steps(self) -> bool:
