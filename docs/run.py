@@ -1,6 +1,6 @@
 """Draw docs/run.png: the training of examples/digits.py, with an image of NaN.
 
-    python docs/run.py
+python docs/run.py
 """
 
 import sys
