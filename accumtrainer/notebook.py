@@ -9,6 +9,7 @@ MOST_ROWS = 30
 TEXT = "font-family:monospace;font-size:90%;white-space:pre-wrap"
 CELL = "text-align:{side};font-family:monospace;white-space:pre"
 LINE = "font-family:monospace;font-size:90%;display:flex;gap:1ch"
+HEADING = "white-space:nowrap"
 BAR = "width:12em;flex-shrink:0"
 
 
@@ -62,8 +63,8 @@ def bar(heading: str, finished: int, total: int | None, body: str) -> str:
     is_known = total is not None and 0 < total >= finished
     value = f' value="{finished}" max="{total}"' if is_known else ""
     return (
-        f'<div style="{LINE}"><span style="white-space:nowrap">{html.escape(heading)}</span>'
-        f'<progress style="{BAR}"{value}></progress>'
+        f'<div style="{LINE}"><span style="{HEADING}">{html.escape(heading)}'
+        f'</span><progress style="{BAR}"{value}></progress>'
         f"<span>{html.escape(body)}</span></div>"
     )
 
