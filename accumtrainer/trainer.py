@@ -342,7 +342,7 @@ class Trainer(Answers):
             validation=validation,
             dispatcher=dispatcher,
             saved=saved,
-            announce=print if verbose and self.is_chief else _say_nothing,
+            announce=_say if verbose and self.is_chief else _say_nothing,
         )
         try:
             yield self._loop
@@ -473,6 +473,10 @@ def _refuse_of_constructor(owner: str, others: dict[str, Any]) -> None:
 def _refuse_of_fit(others: dict[str, Any]) -> None:
     elsewhere = (Trainer.__init__, "Trainer({name}=)")
     refuse_arguments("fit", others, Trainer.fit, elsewhere)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # into a file, too, as training begins
 
 
 def _say_nothing(line: str) -> None:

@@ -7,6 +7,7 @@ from accumtrainer.callbacks.keep_gradients import KeepGradients
 from accumtrainer.callbacks.nan_locator import NaNLocator
 from accumtrainer.callbacks.profile import Profile
 from accumtrainer.callbacks.run_log import RunLog
+from accumtrainer.callbacks.tensorboard_logger import TensorBoardLogger
 from accumtrainer.callbacks.throughput import Throughput
 from accumtrainer.callbacks.training_plot import TrainingPlot
 from accumtrainer.callbacks.unfreeze import Unfreeze
@@ -21,6 +22,7 @@ __all__ = [
     "NaNLocator",
     "Profile",
     "RunLog",
+    "TensorBoardLogger",
     "Throughput",
     "TrainingPlot",
     "Unfreeze",

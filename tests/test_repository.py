@@ -23,7 +23,7 @@ CALLBACKS = ROOT / "callbacks"
 # below it; those of one floor know nothing of each other. A new file goes into
 # the wing of its subject, and a new wing where its imports allow.
 FLOORS = (
-    ("errors", "checks", "progress"),
+    ("errors", "checks", "notebook", "progress"),
     ("config",),
     ("keras_api",),
     ("layers",),
@@ -43,7 +43,7 @@ FLOOR_OF = {wing: i for i, floor in enumerate(FLOORS) for wing in floor}
 KERAS_FILES = sorted((PACKAGE / "keras_api").glob("*.py"))
 
 BACKENDS = {"tensorflow", "jax", "torch"}
-OPTIONAL_TOOLS = {"wandb", "matplotlib"}
+OPTIONAL_TOOLS = {"wandb", "matplotlib", "IPython", "tensorboard"}
 
 # Named tuples spell their public methods with an underscore.
 PUBLIC_DESPITE_UNDERSCORE = {"_asdict", "_fields", "_make", "_replace"}

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from accumtrainer import notebook
 from accumtrainer.data.batches import Window
 from accumtrainer.diagnosis.trials import Trials
 from accumtrainer.keras_api import flatten_layers, is_overwritten, keras, ops
@@ -65,23 +66,38 @@ class Equivalence:
         return bool(self.largest_error <= self.tolerance)
 
     def __str__(self) -> str:
+        lines, rows = self._verdict(), self._largest_first()
+        width = max((len(path) for path, _ in rows[:MOST_ROWS]), default=0)
+        lines += [f"  {p:<{width}}  {e:.1e}" for p, e in rows[:MOST_ROWS]]
+        if len(rows) > MOST_ROWS:
+            lines.append(f"  and {len(rows) - MOST_ROWS} more variables")
+        return "\n".join([*lines, *self._listed_reasons()])
+
+    def _repr_html_(self) -> str:
+        rows = [[path, f"{error:.1e}"] for path, error in self._largest_first()]
+        return (
+            notebook.paragraph("\n".join(self._verdict()))
+            + notebook.table(["variable", "error"], rows)
+            + notebook.paragraph("\n".join(self._listed_reasons()))
+        )
+
+    def _verdict(self) -> list[str]:
         verdict = "the same update" if self.is_exact else "different updates"
-        lines = [
+        return [
             f"{self.samples} samples in {self.micro_batches} micro-batches "
             f"and at once: {verdict}.",
             f"largest error {self.largest_error:.1e}, "
             f"tolerance {self.tolerance:.1e}",
         ]
-        rows = sorted(
+
+    def _largest_first(self) -> list[tuple[str, float]]:
+        return sorted(
             self.errors.items(),
             key=lambda row: -np.nan_to_num(row[1], nan=np.inf),
         )
-        width = max((len(path) for path, _ in rows[:MOST_ROWS]), default=0)
-        lines += [f"  {p:<{width}}  {e:.1e}" for p, e in rows[:MOST_ROWS]]
-        if len(rows) > MOST_ROWS:
-            lines.append(f"  and {len(rows) - MOST_ROWS} more variables")
-        lines += [f"- {reason}" for reason in self.reasons]
-        return "\n".join(lines)
+
+    def _listed_reasons(self) -> list[str]:
+        return [f"- {reason}" for reason in self.reasons]
 
 
 class EquivalenceCheck:

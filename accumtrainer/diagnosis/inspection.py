@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from accumtrainer import notebook
 from accumtrainer.data.batches import Batch, Window
 from accumtrainer.keras_api import flatten_layers, ops, tree
 from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
@@ -22,6 +23,10 @@ MOST_ROWS = 8
 
 MOST_LINES = 12
 """Findings that are printed of the first place that has some."""
+
+
+FOUND = ("where", "what", "NaN", "infinite", "values", "rows")
+UNOBSERVED = "Layers could not be observed: "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,8 +107,27 @@ class Inspection:
             if len(findings) > most:
                 lines.append(f"  and {len(findings) - most} more")
         if self.unobserved:
-            lines += ["", f"Layers could not be observed: {self.unobserved}"]
+            lines += ["", UNOBSERVED + self.unobserved]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        content = notebook.paragraph(self.verdict)
+        rows = [
+            [
+                self._place(found.micro_batch),
+                found.what,
+                found.nans,
+                found.infinities,
+                found.size,
+                ", ".join(map(str, found.rows)),
+            ]
+            for found in self.findings
+        ]
+        if rows:
+            content += notebook.table(FOUND, rows)
+        if self.unobserved:
+            content += notebook.paragraph(UNOBSERVED + self.unobserved)
+        return content
 
     @property
     def verdict(self) -> str:

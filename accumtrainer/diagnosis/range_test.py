@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from accumtrainer import notebook
 from accumtrainer.diagnosis.range_picture import draw_range
 
 End = Literal["updates", "divergence", "not finite", "data"]
@@ -18,6 +19,9 @@ ENDS: dict[End, str] = {
     "data": "with the data",
 }
 """Why a test ended, as its report says it."""
+
+MOST_ROWS = 16
+"""Rates that a notebook shows."""
 
 LEFT_OUT = 0.1
 """Part of the updates at the beginning that suggest nothing.
@@ -121,6 +125,13 @@ class RangeTest:
             for name, share in self.shares.items()
         ]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        columns = (self.learning_rates, self.losses, self.smoothed)
+        rows = list(zip(*columns, strict=True))
+        return notebook.paragraph(self) + notebook.table(
+            ["learning rate", "loss", "average"], rows, MOST_ROWS
+        )
 
 
 STEEPEST = "steepest fall of the loss"

@@ -9,6 +9,7 @@ from typing import Any
 from accumtrainer import errors
 from accumtrainer.keras_api import keras, refuse_other_keras
 from accumtrainer.keras_api.types import Model
+from accumtrainer.observers.history import History
 
 RUN_HOOKS = (
     "on_train_begin",
@@ -229,7 +230,7 @@ class Dispatcher:
         given.sort(key=lambda callback: getattr(callback, "is_logger", False))
         self.history = _find_history(given)
         if self.history is None and add_history:
-            self.history = keras.callbacks.History()
+            self.history = History()
             given.append(self.history)
         self.callbacks = (*given, *([progress_bar] if progress_bar else []))
         self.last_logs: dict[str, Any] = {}

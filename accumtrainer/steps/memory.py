@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from accumtrainer import errors
+from accumtrainer import errors, notebook
 from accumtrainer.checks import require_count
 from accumtrainer.data.batches import Window
 from accumtrainer.keras_api import ops
@@ -63,6 +63,19 @@ class MemoryPlan:
             for row in self.rows
         ]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return notebook.table(
+            ["micro-batch size", "micro-batches", "peak memory"],
+            [
+                [
+                    row.micro_batch_size,
+                    row.micro_batches,
+                    describe_bytes(row.peak_bytes),
+                ]
+                for row in self.rows
+            ],
+        )
 
 
 def describe_bytes(count: int) -> str:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from accumtrainer import notebook
 from accumtrainer.keras_api import flatten_layers
 from accumtrainer.keras_api.types import Model
 from accumtrainer.steps.backend import Backend
@@ -71,6 +72,21 @@ class Plan:
             peak = describe_bytes(self.measured_peak_bytes)
             words.append(f"{peak} measured ({self.measured_of})")
         return ", ".join(words)
+
+    def _repr_html_(self) -> str:
+        sizes = {
+            "samples at a time": self.micro_batch_size,
+            "peak memory, predicted": self.peak_bytes,
+            "memory to fit into": self.limit_bytes,
+            f"peak memory of the {self.measured_of}": self.measured_peak_bytes,
+        }
+        rows = [
+            [name, describe_bytes(size) if "memory" in name else size]
+            for name, size in sizes.items()
+            if size is not None
+        ]
+        title = notebook.paragraph(self)
+        return title + notebook.table(["", ""], rows) if rows else title
 
 
 def choose_plan(

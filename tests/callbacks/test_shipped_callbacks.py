@@ -110,6 +110,9 @@ SHIPPED = {
         reads_always="it waits where its trace begins and where it ends",
     ),
     "RunLog": Shipped(make=lambda folder: callbacks.RunLog(folder / "a.jsonl")),
+    "TensorBoardLogger": Shipped(
+        make=lambda folder: callbacks.TensorBoardLogger(folder)
+    ),
     "Throughput": Shipped(
         make=lambda folder: callbacks.Throughput(),
         reads_always="it waits for the device when the first update ends",

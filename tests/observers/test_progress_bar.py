@@ -4,88 +4,12 @@ import io
 import re
 
 import pytest
+from progressed import BAR, Clock, Session
 from rich.console import Console
 
-from accumtrainer.keras_api import keras
-from accumtrainer.observers.callback import Dispatcher
 from accumtrainer.observers.logs import Logs
-from accumtrainer.observers.progress_bar import ProgressBar, format_duration
-
-BAR = "━"
-
-
-class Clock:
-    """Shows a time that tests move by hand."""
-
-    def __init__(self):
-        self.secs = 1000.0
-
-    def __call__(self):
-        return self.secs
-
-
-class StubTrainer:
-    """Counts samples, which is all a progress bar asks of a trainer."""
-
-    samples_seen = 0
-
-
-class Session:
-    """Drives a progress bar through a dispatcher, as a trainer would."""
-
-    def __init__(self, mode, *, is_terminal=False, width=120, **params):
-        self.clock = Clock()
-        self.trainer = StubTrainer()
-        self.looks = 0
-        self.file = io.StringIO()
-        console = Console(
-            file=self.file,
-            width=width,
-            force_terminal=is_terminal,
-            force_interactive=is_terminal,
-            force_jupyter=False,
-            legacy_windows=False,
-            color_system=None,
-        )
-        self.bar = ProgressBar(mode, console=console, clock=self.clock)
-        self.dispatcher = Dispatcher(
-            None,
-            model=keras.Sequential(),
-            trainer=self.trainer,
-            params={"epochs": 2, "steps": 4, "samples": None, **params},
-            progress_bar=self.bar,
-        )
-        self.call = self.dispatcher.call
-
-    def fetch(self):
-        self.looks += 1
-        return {"loss": 0.25, "accuracy": 0.875, "learning_rate": 0.1}
-
-    def run_updates(self, *indices, secs=1.0):
-        for index in indices:
-            self.clock.secs += secs
-            self.trainer.samples_seen += 64
-            self.call("on_train_batch_end", index, Logs(self.fetch))
-
-    def run_epoch(self, epoch, logs):
-        self.call("on_epoch_begin", epoch)
-        self.run_updates(0, 1, 2, 3)
-        self.call("on_epoch_end", epoch, logs)
-
-    @property
-    def output(self):
-        return self.file.getvalue()
-
-    @property
-    def frames(self):
-        """Every line written, live ones too, without control sequences."""
-        without_controls = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.output)
-        return [
-            line.rstrip()
-            for line in re.split(r"[\r\n]+", without_controls)
-            if line.strip()
-        ]
-
+from accumtrainer.observers.progress_bar import ProgressBar
+from accumtrainer.observers.progress_line import format_duration
 
 # --- Plain lines ---
 
@@ -107,8 +31,9 @@ def test_plain_mode_looks_only_when_the_epoch_ends():
     session = Session(2)
     with session.dispatcher.training():
         session.call("on_epoch_begin", 0)
-        session.run_updates(0, 1, 2, 3)
+        session.run_updates(0, 1, 2, 3, secs=100.0)
         assert session.looks == 0
+        assert session.output == ""
         session.call("on_epoch_end", 0, Logs(session.fetch))
     assert session.looks == 1
 

@@ -1,6 +1,7 @@
 """Claims about `fit` and `train_on_batch`: what they tell and leave."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -137,6 +138,20 @@ def test_first_line_says_what_will_happen(capsys, accumulation, options, line):
     fit(trainer, verbose=2, **options)
     first = capsys.readouterr().out.splitlines()[0]
     assert first == line + str(trainer.plan)
+
+
+def test_first_line_is_in_a_file_as_training_begins(tmp_path, monkeypatch):
+    path, seen = tmp_path / "log", []
+
+    def look(batch, logs):
+        seen.append(path.read_text())
+
+    looking = keras.callbacks.LambdaCallback(on_train_batch_end=look)
+    trainer, _ = make_trainer(callbacks=[looking])
+    with open(path, "w") as file, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", file)
+        fit(trainer, verbose=2)
+    assert "per update" in seen[0]
 
 
 def test_first_line_leaves_out_what_nobody_knows(capsys):
