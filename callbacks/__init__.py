@@ -4,6 +4,7 @@ from accumtrainer.callbacks.checkpoint import Checkpoint
 from accumtrainer.callbacks.gradient_accumulation import GradientAccumulation
 from accumtrainer.callbacks.gradient_noise_scale import GradientNoiseScale
 from accumtrainer.callbacks.keep_gradients import KeepGradients
+from accumtrainer.callbacks.mlflow_logger import MLflowLogger
 from accumtrainer.callbacks.nan_locator import NaNLocator
 from accumtrainer.callbacks.profile import Profile
 from accumtrainer.callbacks.run_log import RunLog
@@ -19,6 +20,7 @@ __all__ = [
     "Checkpoint",
     "GradientAccumulation",
     "GradientNoiseScale",
+    "MLflowLogger",
     "NaNLocator",
     "Profile",
     "RunLog",

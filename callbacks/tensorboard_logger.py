@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accumtrainer import Every, Logger
+from accumtrainer.callbacks.scalars import as_scalars
 
 UNWRITABLE = (
     "directory must name a folder that can be written to. Received: "
@@ -212,20 +213,3 @@ def import_tensorboard() -> Any:
             "Run: pip install 'accumtrainer[tensorboard]'"
         ) from error
     return event_pb2, record_writer
-
-
-def as_scalars(numbers: dict[str, Any]) -> dict[str, float]:
-    """Choose the numbers of a point, those of a list one by one.
-
-    Examples:
-        >>> as_scalars({"loss": 1, "f1": [0.5, 0.25], "phase": "warm-up"})
-        {'loss': 1.0, 'f1/0': 0.5, 'f1/1': 0.25}
-    """
-    scalars: dict[str, float] = {}
-    for name, value in numbers.items():
-        if isinstance(value, list | tuple):
-            items = {f"{name}/{i}": item for i, item in enumerate(value)}
-            scalars |= as_scalars(items)
-        elif isinstance(value, int | float):
-            scalars[str(name)] = float(value)
-    return scalars

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from logged_points import read_run_log, read_tensorboard, read_wandb
+from logged_points import (
+    make_mlflow_logger,
+    read_mlflow,
+    read_run_log,
+    read_tensorboard,
+    read_wandb,
+)
 from pointed import Points, X, Y, fit, make_trainer
 from quickest import JIT_COMPILE
 
@@ -37,6 +43,13 @@ class Kind:
 
 
 LOGGERS = {
+    "MLflowLogger": Kind(
+        make=make_mlflow_logger,
+        read=read_mlflow,
+        # A thread writes it, so that a copy is not of one moment; see its own
+        # tests.
+        continues=False,
+    ),
     "RunLog": Kind(
         make=lambda folder, every: callbacks.RunLog(folder / "a.jsonl", every),
         read=read_run_log,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from logged_points import make_mlflow_logger
 from quickest import JIT_COMPILE
 
 from accumtrainer import Callback, Every, Logger, Trainer, callbacks
@@ -99,6 +100,7 @@ SHIPPED = {
     "GradientNoiseScale": Shipped(
         make=lambda folder: callbacks.GradientNoiseScale()
     ),
+    "MLflowLogger": Shipped(make=make_mlflow_logger),
     "NaNLocator": Shipped(
         make=lambda folder: callbacks.NaNLocator(folder),
         reads_always="it asks before each update whether the last was skipped",

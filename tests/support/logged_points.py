@@ -1,11 +1,15 @@
 """Reads back what each of the shipped loggers has written."""
 
 import json
+import os
 import sys
 import types
 from typing import NamedTuple
 
+import pytest
 from wandb_file import written_runs
+
+from accumtrainer import callbacks
 
 
 class Written(NamedTuple):
@@ -42,6 +46,37 @@ def read_tensorboard(folder):
         for tag in shown.Tags()["scalars"]
         for event in shown.Scalars(tag)
         if tag != "updates"
+    ]
+
+
+def make_mlflow_logger(folder, every=None, **options):
+    """Make a logger whose runs lie in a folder; skip without MLflow."""
+    mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed")
+    # The one store that needs no database, which takes seconds to make.
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+    mlflow.set_tracking_uri((folder / "mlruns").as_uri())
+    return callbacks.MLflowLogger(every=every, close_secs=600, **options)
+
+
+def mlflow_runs(folder):
+    """List the runs in a folder, the first one first."""
+    import mlflow
+
+    client = mlflow.MlflowClient((folder / "mlruns").as_uri())
+    experiments = [e.experiment_id for e in client.search_experiments()]
+    return client, client.search_runs(
+        experiments, order_by=["attributes.start_time"]
+    )
+
+
+def read_mlflow(folder):
+    """Read the only run of MLflow in a folder."""
+    client, (run,) = mlflow_runs(folder)
+    return [
+        Written(name, metric.step, metric.value)
+        for name in run.data.metrics
+        for metric in client.get_metric_history(run.info.run_id, name)
+        if name != "updates"
     ]
 
 
