@@ -23,7 +23,7 @@ CALLBACKS = ROOT / "callbacks"
 # below it; those of one floor know nothing of each other. A new file goes into
 # the wing of its subject, and a new wing where its imports allow.
 FLOORS = (
-    ("errors", "checks", "progress"),
+    ("errors", "checks", "plain_options", "progress"),
     ("config",),
     ("keras_api",),
     ("layers",),
