@@ -331,6 +331,8 @@ class Trainer(Answers):
             steps=updates_in_epoch(
                 source, self.accumulation, options.initial_epoch
             ),
+            batch_size=source.batch_size,
+            samples=source.samples_per_epoch,
             fast_dev_run=bool(options.fast_dev_run),
         )
         self._loop = FitLoop(

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from accumtrainer import Every, Logger
+from accumtrainer import Every, Logger, Preempted
 from accumtrainer.callbacks.background import Background
 from accumtrainer.callbacks.best_values import BestValues
 from accumtrainer.callbacks.description import describe_training
@@ -86,6 +86,10 @@ class WandbLogger(Logger):
     was looked up before training, as in `Log(wandb.log)`, is not followed.
     The run is there from the first update on; to log earlier, hand one in.
 
+    At SIGTERM the running update is finished, W&B is told that the run is
+    preempted, so that the agent of a sweep can run it again, and `fit` raises
+    `Preempted`, which ends the program and the run with status 143.
+
     A run that was started here is finished when training ends; a second
     `fit` continues it. A run that was handed in, or was active already, is
     left running. After a resume the same run goes on, and points that it has
@@ -96,7 +100,8 @@ class WandbLogger(Logger):
     Args:
         project: name of the project; default W&B's own.
         run: a run to log to, instead of one that is started here.
-        every: how often to send a point; default every 10 updates.
+        every: how often to send a point; default every 10 updates, and once
+            an epoch at least.
         watch: `"weights"`, `"gradients"` or `"all"` sends histograms of them
             too; gradients of a `KeepGradients` trainer.
         watch_every: how often to send histograms; default every 100 updates.
@@ -118,6 +123,8 @@ class WandbLogger(Logger):
         >>> logger.every
         Every(n=10, unit='updates')
     """
+
+    signals = ("SIGTERM",)
 
     def __init__(
         self,
@@ -206,9 +213,14 @@ class WandbLogger(Logger):
             return
         self._send_new_checkpoint()
         background, self._background = self._background, None
-        has_failed = sys.exc_info()[1] is not self._outer_error
+        failure = sys.exc_info()[1]
+        if isinstance(failure, Preempted):
+            background.do(self._wandb.mark_preempting)
+        exit_code = _exit_code(
+            None if failure is self._outer_error else failure
+        )
         is_finished = background.finish(
-            self.close_secs, self._wandb.finish, int(has_failed)
+            self.close_secs, self._wandb.finish, exit_code
         )
         self._warn_of_failures(background)
         if not is_finished:
@@ -407,6 +419,13 @@ def _counter(logger: Any) -> Callable[[], int | None]:
         return watched.progress.updates
 
     return count_updates
+
+
+def _exit_code(failure: BaseException | None) -> int:
+    """Return with which status the program would end."""
+    if failure is None:
+        return 0
+    return failure.code if isinstance(failure, Preempted) else 1
 
 
 def _is_at_a_terminal() -> bool:

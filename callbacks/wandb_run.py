@@ -146,6 +146,11 @@ class WandbRun:
         if Path(directory).is_dir():  # or else a part may be missing
             self._log_artifact(artifact, updates)
 
+    def mark_preempting(self) -> None:
+        """Say that the run was stopped from outside, and may go on later."""
+        if self.run is not None:
+            self.run.mark_preempting()
+
     def finish(self, exit_code: int | None) -> None:
         """End the run, if it was started here."""
         if self._marker is not None:

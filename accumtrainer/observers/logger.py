@@ -40,7 +40,8 @@ class Logger(Callback, abc.ABC):
     write into the logs only when an epoch ends makes a point of its own.
 
     Args:
-        every: how often to write a point.
+        every: how often to write a point; default every 10 updates, and once
+            an epoch at least.
 
     Raises:
         TypeError: `every` is no `Every`.
@@ -58,6 +59,7 @@ class Logger(Callback, abc.ABC):
 
     def __init__(self, every: Every | None = None):
         super().__init__()
+        self._is_due_each_epoch = every is None
         every = Every(10, "updates") if every is None else every
         if not isinstance(every, Every):
             raise TypeError(
@@ -72,6 +74,7 @@ class Logger(Callback, abc.ABC):
         self._due = None
         self._updates_to_wait = 0
         self._epoch = 0
+        self._has_point_of_epoch = False
         self._running = Logs()
         self._names_before: frozenset[str] = frozenset()
         self._validated: frozenset[str] = frozenset()
@@ -114,6 +117,7 @@ class Logger(Callback, abc.ABC):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
+        self._has_point_of_epoch = False
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # After most updates nothing else is done: it is time that training
@@ -136,7 +140,8 @@ class Logger(Callback, abc.ABC):
             return
         names = self._names_of_updates()
         self._write_what_was_due()
-        if self.trainer.is_due(self.every, self._since):
+        lacks_one = self._is_due_each_epoch and not self._has_point_of_epoch
+        if lacks_one or self.trainer.is_due(self.every, self._since):
             self._write_point(self.trainer.progress)
         known = names | self._validated
         written = {k: v for k, v in logs.items() if k not in known}
@@ -178,6 +183,7 @@ class Logger(Callback, abc.ABC):
             "point": self._point.get_state(),
             "names": sorted(names),
             "validated": sorted(self._validated),
+            "has_point_of_epoch": self._has_point_of_epoch,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -186,6 +192,7 @@ class Logger(Callback, abc.ABC):
         self._point = _Point.of_state(state["point"])
         self._names_before = frozenset(state.get("names", ()))
         self._validated = frozenset(state.get("validated", ()))
+        self._has_point_of_epoch = state.get("has_point_of_epoch", False)
 
     def _names_of_updates(self) -> frozenset[str]:
         """Name what the last update's logs held, even before a resume."""
@@ -218,6 +225,7 @@ class Logger(Callback, abc.ABC):
         self._updates_to_wait = self.every.least_updates(progress)
         if not unread and point.is_empty:
             return
+        self._has_point_of_epoch = True
         read = functools.partial(_read_point, point, unread, running)
         known = self._speed.measure(self.trainer.samples_seen)
         self.write(progress.updates, Logs(read, known | {"epoch": self._epoch}))

@@ -317,3 +317,10 @@ def test_windows_do_not_stay_on_the_device_without_end():
     (point,) = logger.points
     expected = by_hand(windows.logs, "loss")
     np.testing.assert_allclose(point[1]["loss"], expected, rtol=1e-6)
+
+
+def test_every_epoch_has_a_point_unless_told_how_often():
+    logger, told = Points(), Points(Every(10, "updates"))
+    fit(logger, told, epochs=4)
+    assert positions(logger.points) == [6, 10, 18, 20, 24]
+    assert positions(told.points) == [10, 20, 24]

@@ -53,6 +53,7 @@ class WandbFile:
         summary: dict of what was set explicitly, by name.
         metrics: list of messages `MetricRecord`.
         artifacts: list of messages `ArtifactRecord`.
+        is_preempting: whether it was marked so.
         exit_code: int, or `None` if the run was not finished.
     """
 
@@ -61,6 +62,7 @@ class WandbFile:
 
         self.path = Path(path)
         self.run = self.exit_code = None
+        self.is_preempting = False
         self.config, self.history, self.summary = {}, [], {}
         self.moments, self.metrics, self.artifacts = [], [], []
         for content in read_records(path):
@@ -94,6 +96,9 @@ class WandbFile:
 
     def _add_artifact(self, record):
         self.artifacts.append(record.artifact)
+
+    def _add_preempting(self, record):
+        self.is_preempting = True
 
     def _add_exit(self, record):
         self.exit_code = record.exit.exit_code
