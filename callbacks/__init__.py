@@ -3,8 +3,12 @@
 from accumtrainer.callbacks.checkpoint import Checkpoint
 from accumtrainer.callbacks.gradient_accumulation import GradientAccumulation
 from accumtrainer.callbacks.gradient_noise_scale import GradientNoiseScale
-from accumtrainer.callbacks.keep_gradients import KeepGradients
+from accumtrainer.callbacks.keep_gradients import (
+    KeepGradientNorms,
+    KeepGradients,
+)
 from accumtrainer.callbacks.nan_locator import NaNLocator
+from accumtrainer.callbacks.predictions import Predictions
 from accumtrainer.callbacks.profile import Profile
 from accumtrainer.callbacks.run_log import RunLog
 from accumtrainer.callbacks.throughput import Throughput
@@ -13,12 +17,14 @@ from accumtrainer.callbacks.unfreeze import Unfreeze
 from accumtrainer.callbacks.wandb_logger import WandbLogger
 
 __all__ = [
+    "KeepGradientNorms",
     "KeepGradients",
     "WandbLogger",
     "Checkpoint",
     "GradientAccumulation",
     "GradientNoiseScale",
     "NaNLocator",
+    "Predictions",
     "Profile",
     "RunLog",
     "Throughput",

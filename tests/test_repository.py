@@ -43,7 +43,7 @@ FLOOR_OF = {wing: i for i, floor in enumerate(FLOORS) for wing in floor}
 KERAS_FILES = sorted((PACKAGE / "keras_api").glob("*.py"))
 
 BACKENDS = {"tensorflow", "jax", "torch"}
-OPTIONAL_TOOLS = {"wandb", "matplotlib"}
+OPTIONAL_TOOLS = {"wandb", "matplotlib", "PIL"}
 
 # Named tuples spell their public methods with an underscore.
 PUBLIC_DESPITE_UNDERSCORE = {"_asdict", "_fields", "_make", "_replace"}

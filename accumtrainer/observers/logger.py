@@ -3,13 +3,16 @@
 import abc
 import functools
 import time
+import warnings
 from typing import Any
 
 import numpy as np
 
+from accumtrainer import errors
 from accumtrainer.config import Every
 from accumtrainer.observers.callback import Callback
 from accumtrainer.observers.logs import Logs, is_learning_rate, to_number
+from accumtrainer.observers.media import check_media
 from accumtrainer.progress import Progress
 
 LATEST = ("loss_scale", "updates", "skipped_updates")
@@ -98,8 +101,42 @@ class Logger(Callback, abc.ABC):
                 later, in whatever thread.
         """
 
+    def write_media(self, updates: int, name: str, value: Any) -> None:
+        """Write an image, a histogram, a text or a table.
+
+        A logger that does not override it leaves them out.
+
+        Args:
+            updates: number of updates made so far, never less than before.
+            name: what it is called.
+            value: an `Image`, `Histogram`, `Text` or `Table`, all on the
+                host.
+        """
+
     def close(self) -> None:
         """Finish writing; called when a training ends, however it ends."""
+
+    # What callbacks may ask of it.
+
+    def log_media(self, name: str, value: Any) -> None:
+        """Log what is no number, at the updates made so far.
+
+        Does nothing in a trial. `Trainer.log_media` asks every logger.
+
+        Args:
+            name: what it is called.
+            value: an `Image`, `Histogram`, `Text` or `Table`.
+
+        Raises:
+            RuntimeError: no training is running.
+            TypeError: the value is of another kind.
+        """
+        check_media(name, value)
+        if self._is_open:
+            self._write_what_was_due()
+            self.write_media(self.trainer.progress.updates, name, value)
+        elif self.trainer is None or self.may_write:
+            raise RuntimeError(errors.MEDIA_OUTSIDE.format(name=name))
 
     # The story of a training, as told to callbacks.
 
@@ -356,3 +393,28 @@ class _Speed:
         self._samples, self._begun, self._paused = samples, now, 0.0
         has_measured = seconds > 0 and seen > 0
         return {"samples_per_second": seen / seconds} if has_measured else {}
+
+
+def send_media(loggers: tuple[Logger, ...], name: str, value: Any) -> None:
+    """Have every logger log what is no number; warn if none of them can.
+
+    Args:
+        loggers: those of the running fit.
+        name: what it is called.
+        value: an `Image`, `Histogram`, `Text` or `Table`.
+    """
+    check_media(name, value)
+    able = [x for x in loggers if type(x).write_media is not Logger.write_media]
+    if not able:
+        names = [type(logger).__name__ for logger in loggers]
+        warnings.warn(
+            errors.NO_MEDIA.format(
+                name=name,
+                kind=type(value).__name__,
+                loggers=", ".join(names) or "none",
+            ),
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    for logger in able:
+        logger.log_media(name, value)

@@ -103,6 +103,9 @@ SHIPPED = {
         make=lambda folder: callbacks.NaNLocator(folder),
         reads_always="it asks before each update whether the last was skipped",
     ),
+    "Predictions": Shipped(
+        make=lambda folder: callbacks.Predictions(X[:4], Y[:4]),
+    ),
     "Profile": Shipped(
         make=lambda folder: callbacks.Profile(
             folder, first_update=1, updates=2

@@ -112,6 +112,31 @@ def _read_items(items):
     }
 
 
+def media_of(run, name):
+    """List what was logged under a name, as `(updates, value)`.
+
+    The value is what W&B's own process keeps of it, a dict by name; `content`
+    is added: of a table its rows, with `columns`; of another file its path.
+    """
+    found = []
+    for row in run.history:
+        value = {
+            key.removeprefix(f"{name}."): item
+            for key, item in row.items()
+            if key.startswith(f"{name}.")
+        } or row.get(name)
+        if value is None:
+            continue
+        if isinstance(value, dict) and "path" in value:
+            file = run.path.parent / "files" / value["path"]
+            is_table = value["_type"] == "table-file"
+            content = json.loads(file.read_bytes()) if is_table else file
+            value["content"] = content["data"] if is_table else content
+            value["columns"] = content["columns"] if is_table else None
+        found.append((row["updates"], value))
+    return found
+
+
 def _skip(record):
     del record
 
