@@ -18,6 +18,7 @@ from accumtrainer.errors import (
 from accumtrainer.inside_fit.accumulator import FitAccumulator
 from accumtrainer.observers.callback import Callback
 from accumtrainer.observers.logger import Logger
+from accumtrainer.observers.media import Histogram, Image, Table, Text
 from accumtrainer.progress import Progress
 from accumtrainer.saving.checkpoint import CheckpointDirectory, Score
 from accumtrainer.saving.snapshot import Snapshot
@@ -39,6 +40,8 @@ __all__ = [
     "Equivalence",
     "Every",
     "FitAccumulator",
+    "Histogram",
+    "Image",
     "Info",
     "Logger",
     "LossScale",
@@ -48,6 +51,8 @@ __all__ = [
     "RangeTest",
     "Score",
     "Snapshot",
+    "Table",
+    "Text",
     "Trainer",
     "WeightedLoss",
     "WindowLossTrainer",

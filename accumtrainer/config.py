@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from accumtrainer.checks import require_choice, require_count, require_number
+from accumtrainer.plain_options import PlainOptions
 
 TAILS = ("flush", "carry", "drop")
 COMBINES = ("exact", "mean", "sum")
@@ -36,7 +37,7 @@ def updates_per_epoch(batches_per_epoch: int, steps: int, tail: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Accumulation:
+class Accumulation(PlainOptions):
     """What makes an update: how many samples or loader batches, combined how.
 
     Give exactly one of `steps` and `micro_batch_size`.
@@ -287,7 +288,7 @@ def _checked_schedule(schedule: Mapping[int, int]) -> dict[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LossScale:
+class LossScale(PlainOptions):
     """How losses are scaled so that float16 gradients do not underflow.
 
     Args:
@@ -305,6 +306,8 @@ class LossScale:
     Examples:
         >>> LossScale(initial=1024).factor
         2.0
+        >>> LossScale.from_dict({"initial": 64}).to_dict()["initial"]
+        64.0
     """
 
     initial: float = 2.0**15
@@ -345,7 +348,7 @@ class LossScale:
 
 
 @dataclass(frozen=True, slots=True)
-class Every:
+class Every(PlainOptions):
     """How often something happens, counted on one clock.
 
     Args:

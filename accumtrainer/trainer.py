@@ -10,6 +10,7 @@ from accumtrainer.config import Accumulation, Every, LossScale
 from accumtrainer.data.batches import Batch
 from accumtrainer.data.sources import OnePiece
 from accumtrainer.keras_api import keras
+from accumtrainer.observers.logger import Logger
 from accumtrainer.saving.checkpoint import find_checkpoint, write_checkpoint
 from accumtrainer.saving.resume import check_same, find_saved, take_snapshot
 from accumtrainer.saving.snapshot import Snapshot
@@ -234,9 +235,10 @@ class Trainer(Answers):
             validation_every: `Every`, instead of the ends of epochs.
             resume_from: `"auto"`, to go on from the newest good checkpoint
                 of the `Checkpoint` callback, or begin where there is none; or
-                the path of a checkpoint or of a directory of them. What
-                counts from the beginning then counts from the run's:
-                `epochs`, `max_updates`, `max_seconds`.
+                the path of a checkpoint or of a directory of them; or
+                `"wandb:entity/project/name:alias"`, an artifact that a
+                `WandbLogger` has sent. What counts from the beginning then
+                counts from the run's: `epochs`, `max_updates`, `max_seconds`.
             fast_forward: whether data that cannot go to a place by
                 themselves, such as generators, may be run through on going
                 on.
@@ -331,6 +333,8 @@ class Trainer(Answers):
             steps=updates_in_epoch(
                 source, self.accumulation, options.initial_epoch
             ),
+            batch_size=source.batch_size,
+            samples=source.samples_per_epoch,
             fast_dev_run=bool(options.fast_dev_run),
         )
         self._loop = FitLoop(
@@ -344,10 +348,13 @@ class Trainer(Answers):
             saved=saved,
             announce=_say if verbose and self.is_chief else _say_nothing,
         )
+        self._loggers = tuple(
+            c for c in dispatcher.callbacks if isinstance(c, Logger)
+        )
         try:
             yield self._loop
         finally:
-            self._loop = None
+            self._loop = self._loggers = None
 
     # Saving and restoring.
 

@@ -3,6 +3,8 @@
 import dataclasses
 import inspect
 import platform
+import shlex
+import sys
 from importlib import metadata
 from typing import Any
 
@@ -14,6 +16,7 @@ from accumtrainer.keras_api import (
     schedule_of,
 )
 
+FIT = ("epochs", "steps", "batch_size", "samples")
 LIBRARIES = ("tensorflow", "jax", "jaxlib", "numpy")
 
 
@@ -34,7 +37,8 @@ def describe_training(trainer: Any, params: dict[str, Any]) -> dict[str, Any]:
             "optimizer": _describe_optimizer(trainer.optimizer),
             "schedule": _describe_schedule(schedule_of(trainer.optimizer)),
             "model": _describe_model(trainer.model),
-            "fit": {k: params.get(k) for k in ("epochs", "steps")},
+            "fit": {name: params.get(name) for name in FIT},
+            "command": shlex.join(sys.argv),
             "trainer": type(trainer).__name__,
             "plan": str(trainer.plan),
             "backend": BACKEND,

@@ -1,4 +1,4 @@
-"""A Trainer that keeps the last update's gradients where one can look."""
+"""Trainers that keep the last update's gradients where one can look."""
 
 from typing import Any
 
@@ -29,12 +29,7 @@ class KeepGradients(Trainer):
 
     def __init__(self, model: Any, **options: Any):
         super().__init__(model, **options)
-        if not model.built:
-            raise ValueError(
-                "model must be built, because its gradients are kept beside "
-                f"it. Received: model {model.name!r}, which is not. Begin it "
-                "with keras.Input, or call model.build first."
-            )
+        _check_built(model)
         self.kept_gradients = {
             variable.path: self.track(
                 keras.Variable(
@@ -52,3 +47,73 @@ class KeepGradients(Trainer):
         for variable, gradient in zip(kept, gradients, strict=True):
             variable.assign(gradient)
         return gradients
+
+    def kept_norms(self) -> dict[str, Any]:
+        """Return the norm of each kept gradient by its variable's path.
+
+        They are scalars on the device, for which this does not wait.
+        """
+        kept = self.kept_gradients.items()
+        return {path: norm(gradient) for path, gradient in kept}
+
+
+class KeepGradientNorms(Trainer):
+    """Keep the norm of each variable's gradient in the last applied update.
+
+    They are of the gradients that `on_apply` gets. Norms take no memory to
+    speak of, and are computed in the compiled step.
+
+    Raises:
+        ValueError: the model is not built.
+
+    Examples:
+        >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+        >>> trainer = KeepGradientNorms(model, optimizer="sgd", loss="mse")
+        >>> len(trainer.kept_norms())
+        2
+    """
+
+    def __init__(self, model: Any, **options: Any):
+        super().__init__(model, **options)
+        _check_built(model)
+        # Of all weights, as those that are frozen may be trained later.
+        self._kept_norms = {
+            variable.path: self.track(
+                keras.Variable(0.0, trainable=False, name="kept_norm")
+            )
+            for variable in model.weights
+        }
+
+    def on_apply(self, gradients: list[Any], info: Any) -> list[Any]:
+        """Keep the norms of the gradients."""
+        variables = self.model.trainable_variables
+        for variable, gradient in zip(variables, gradients, strict=True):
+            self._kept_norms[variable.path].assign(norm(gradient))
+        return gradients
+
+    def kept_norms(self) -> dict[str, Any]:
+        """Return the norm of each variable that is trained, by its path.
+
+        They are scalars on the device, for which this does not wait.
+        """
+        return {
+            variable.path: keras.ops.convert_to_tensor(
+                self._kept_norms[variable.path]
+            )
+            for variable in self.model.trainable_variables
+        }
+
+
+def norm(values: Any) -> Any:
+    """Return the Euclidean norm of a tensor, a float32 scalar."""
+    values = keras.ops.cast(values, "float32")
+    return keras.ops.sqrt(keras.ops.sum(keras.ops.square(values)))
+
+
+def _check_built(model: Any) -> None:
+    if not model.built:
+        raise ValueError(
+            "model must be built, because its gradients are kept beside "
+            f"it. Received: model {model.name!r}, which is not. Begin it "
+            "with keras.Input, or call model.build first."
+        )

@@ -35,7 +35,8 @@ class RunLog(Logger):
 
     Args:
         path: where to write; missing folders are made.
-        every: how often; default every 10 updates.
+        every: how often; default every 10 updates, and once an epoch at
+            least.
 
     Raises:
         TypeError: `every` is no `Every`.

@@ -53,7 +53,8 @@ class TrainingPlot(Logger):
     Args:
         path: file to write; its suffix says the format: `.png`, `.pdf`,
             `.svg` or what else matplotlib can write.
-        every: how often to take a point; default 10 updates.
+        every: how often to take a point; default every 10 updates, and once
+            an epoch at least.
         redraw_secs: seconds between drawings, while training runs.
         clock: function that returns seconds.
 

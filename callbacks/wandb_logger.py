@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import re
 import secrets
 import sys
 import threading
@@ -12,27 +11,20 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from accumtrainer import Every, Logger
+from accumtrainer import Every, Logger, Preempted
 from accumtrainer.callbacks.background import Background
 from accumtrainer.callbacks.best_values import BestValues
 from accumtrainer.callbacks.description import describe_training
-from accumtrainer.callbacks.keep_gradients import KeepGradients
+from accumtrainer.callbacks.wandb_checkpoints import SentCheckpoints
 from accumtrainer.callbacks.wandb_rows import import_wandb
 from accumtrainer.callbacks.wandb_run import WandbRun
-from accumtrainer.keras_api import keras
-
-WATCHED = (None, "weights", "gradients", "all")
+from accumtrainer.callbacks.wandb_watch import WATCHED, Watch
 
 GATHER_SECS = 1.0
 """How long points are gathered; W&B pays two to three times for one alone."""
 
 MOST_UNREAD_POINTS = 200
 """Points that may wait with their numbers on the device."""
-
-NUMBER_OF_UPDATES = re.compile(r"update-(\d+)$")
-"""What the name of a checkpoint ends in."""
 
 START_SECS = 10.0
 TYPING_SECS = 60.0
@@ -86,6 +78,10 @@ class WandbLogger(Logger):
     was looked up before training, as in `Log(wandb.log)`, is not followed.
     The run is there from the first update on; to log earlier, hand one in.
 
+    At SIGTERM the running update is finished, W&B is told that the run is
+    preempted, so that the agent of a sweep can run it again, and `fit` raises
+    `Preempted`, which ends the program and the run with status 143.
+
     A run that was started here is finished when training ends; a second
     `fit` continues it. A run that was handed in, or was active already, is
     left running. After a resume the same run goes on, and points that it has
@@ -96,14 +92,20 @@ class WandbLogger(Logger):
     Args:
         project: name of the project; default W&B's own.
         run: a run to log to, instead of one that is started here.
-        every: how often to send a point; default every 10 updates.
+        every: how often to send a point; default every 10 updates, and once
+            an epoch at least.
         watch: `"weights"`, `"gradients"` or `"all"` sends histograms of them
-            too; gradients of a `KeepGradients` trainer.
-        watch_every: how often to send histograms; default every 100 updates.
+            too; gradients of a `KeepGradients` trainer. `"norms"` sends the
+            norm of each variable and of its gradient, of a
+            `KeepGradientNorms` trainer.
+        watch_every: how often to send these; default every 100 updates.
         best: dict from names of metrics to `"min"` or `"max"`.
         log_checkpoints: a callback with `last_saved`, the directory it saved
-            last; each is sent as an artifact, except one that is removed
-            before W&B has taken it, or followed by another within an update.
+            last, such as `Checkpoint`; each is sent as an artifact, except
+            one that is removed before W&B has taken it, or followed by
+            another within an update. Its aliases are `latest`, its updates
+            as in `u500`, and with `Checkpoint(keep_best=)` `best`.
+            `fit(resume_from="wandb:...")` goes on from one on any machine.
         close_secs: seconds that W&B may take to finish when training ends.
         **init_options: what else `wandb.init` takes.
 
@@ -118,6 +120,8 @@ class WandbLogger(Logger):
         >>> logger.every
         Every(n=10, unit='updates')
     """
+
+    signals = ("SIGTERM",)
 
     def __init__(
         self,
@@ -138,14 +142,14 @@ class WandbLogger(Logger):
             init_options["project"] = project
         self.watch = watch
         self.watch_every = watch_every or Every(100, "updates")
+        self._watch = Watch(watch, self.watch_every)
         self.close_secs = close_secs
         # Weights are read in a hook, gradients too.
         self.looks_at_model = watch is not None
         self._given_run = run
         self._options = init_options
         self._best = BestValues(best or {})
-        self._checkpoints = log_checkpoints
-        self._uploaded: str | None = None
+        self._sent_checkpoints = SentCheckpoints(log_checkpoints)
         self._sent_plan: str | None = None
         self._run_id: str | None = None
         self._last_updates = -1
@@ -164,12 +168,11 @@ class WandbLogger(Logger):
     def open(self) -> None:
         wandb = import_wandb()
         _check_init_options(wandb, self._options)
-        self._check_watch()
+        self._watch.start(self.trainer)
         self._outer_error = sys.exc_info()[1]
         self._has_warned = self._is_resumed = False
-        self._watched = self.trainer.progress
-        self._uploaded = self._last_saved()
-        if self._watched.updates < self._last_updates:
+        self._sent_checkpoints.start()
+        if self.trainer.progress.updates < self._last_updates:
             self._run_id, self._last_updates = None, -1  # another training
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -180,8 +183,11 @@ class WandbLogger(Logger):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         super().on_train_batch_end(batch, logs)
-        if self._is_open and self.watch is not None:
-            self._watch_if_due()
+        if not self._is_open:
+            return
+        seen = self._watch.look_if_due(self.trainer)
+        if seen is not None:
+            self._send(self._wandb.log_media, *seen, time.time())
 
     def write(self, updates: int, numbers: dict[str, Any]) -> None:
         if self._background is None:
@@ -197,18 +203,30 @@ class WandbLogger(Logger):
         self._send_plan_if_changed()
         self._warn_of_failures()
 
+    def write_media(self, updates: int, name: str, value: Any) -> None:
+        if self._background is None:
+            self._start()
+        media = {name: value}
+        self._send(self._wandb.log_media, updates, lambda: media, time.time())
+        self._warn_of_failures()
+
     def on_safe_point(self, reason: str, logs: Any = None) -> None:
         if self._is_open and self._background is not None:
-            self._send_new_checkpoint()
+            self._send_new_checkpoints(is_last=False)
 
     def close(self) -> None:
         if self._background is None:
             return
-        self._send_new_checkpoint()
+        self._send_new_checkpoints(is_last=True)
         background, self._background = self._background, None
-        has_failed = sys.exc_info()[1] is not self._outer_error
+        failure = sys.exc_info()[1]
+        if isinstance(failure, Preempted):
+            background.do(self._wandb.mark_preempting)
+        exit_code = _exit_code(
+            None if failure is self._outer_error else failure
+        )
         is_finished = background.finish(
-            self.close_secs, self._wandb.finish, int(has_failed)
+            self.close_secs, self._wandb.finish, exit_code
         )
         self._warn_of_failures(background)
         if not is_finished:
@@ -316,29 +334,12 @@ class WandbLogger(Logger):
         if given is not None:
             _check_id(given, expected)
 
-    def _check_watch(self) -> None:
-        needs_gradients = self.watch in ("gradients", "all")
-        if needs_gradients and not isinstance(self.trainer, KeepGradients):
-            raise ValueError(
-                "watch must be 'weights' unless the Trainer keeps its "
-                f"gradients. Received: watch={self.watch!r} with a "
-                f"{type(self.trainer).__name__}. Derive it from "
-                "accumtrainer.callbacks.KeepGradients, or use 'weights'."
-            )
-
-    def _last_saved(self) -> str | None:
-        return self._checkpoints.last_saved if self._checkpoints else None
-
-    def _send_new_checkpoint(self) -> None:
+    def _send_new_checkpoints(self, *, is_last: bool) -> None:
         """Send what was saved last, as soon as it has been written."""
-        directory = self._last_saved()
-        if directory is None or directory == self._uploaded:
-            return
-        self._uploaded = directory
-        named = NUMBER_OF_UPDATES.search(str(directory))
-        updates = int(named[1]) if named else self._last_updates
-        self._send(self._wandb.log_checkpoint, directory, updates)
-        self._background.hurry()  # it may be removed soon
+        new = self._sent_checkpoints.new(self._last_updates, is_last=is_last)
+        for checkpoint in new:
+            self._send(self._wandb.log_checkpoint, *checkpoint)
+            self._background.hurry()  # it may be removed soon
 
     def _send_plan_if_changed(self) -> None:
         """Say what has been measured since the run was started."""
@@ -346,24 +347,6 @@ class WandbLogger(Logger):
         if plan != self._sent_plan:
             self._sent_plan = plan
             self._send(self._wandb.update_config, {"plan": str(plan)})
-
-    def _watch_if_due(self) -> None:
-        if not self.trainer.is_due(self.watch_every, self._watched):
-            return
-        self._watched = self.trainer.progress
-        arrays = {}
-        if self.watch in ("weights", "all"):
-            for variable in self.trainer.model.trainable_variables:
-                arrays[f"weights/{variable.path}"] = _finite(variable)
-        if self.watch in ("gradients", "all"):
-            for path, variable in self.trainer.kept_gradients.items():
-                arrays[f"gradients/{path}"] = _finite(variable)
-        self._send(
-            self._wandb.log_histograms,
-            self._watched.updates,
-            arrays,
-            time.time(),
-        )
 
     def _send(self, function: Callable[..., Any], *arguments: Any) -> None:
         if not self._background.do(function, *arguments):
@@ -409,14 +392,16 @@ def _counter(logger: Any) -> Callable[[], int | None]:
     return count_updates
 
 
+def _exit_code(failure: BaseException | None) -> int:
+    """Return with which status the program would end."""
+    if failure is None:
+        return 0
+    code = failure.code if isinstance(failure, Preempted) else 1
+    return code if isinstance(code, int) else 1
+
+
 def _is_at_a_terminal() -> bool:
     return sys.stdin is not None and sys.stdin.isatty()
-
-
-def _finite(variable: Any) -> np.ndarray:
-    """Copy the finite values of a variable."""
-    values = np.array(keras.ops.convert_to_numpy(variable), dtype="float32")
-    return values[np.isfinite(values)]
 
 
 def _check_id(received: str, expected: str | None) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from accumtrainer.callbacks.wandb_media import as_wandb
 from accumtrainer.callbacks.wandb_rows import (
     TIMESTAMP,
     WandbRows,
@@ -112,28 +113,31 @@ class WandbRun:
             self.run.summary.update(best)
         self._mark(row)
 
-    def log_histograms(
-        self, updates: int, arrays: dict[str, Any], moment: Any
+    def log_media(
+        self, updates: int, make: Callable[[], dict[str, Any]], moment: Any
     ) -> None:
-        """Send a histogram of each array.
+        """Send what is no point: media, or numbers of their own.
 
         Args:
-            arrays: dict of NumPy arrays by name, of finite values.
-            moment: when they were read, as `time.time()` has it.
+            make: function that returns it by name.
+            moment: when it was made, as `time.time()` has it.
         """
         if self.run is None or updates <= self._sent_before["updates"]:
             return
-        wandb = import_wandb()
-        histograms = {k: wandb.Histogram(v) for k, v in arrays.items()}
-        self._rows.add({"updates": updates, TIMESTAMP: moment} | histograms)
+        media = {name: as_wandb(value) for name, value in make().items()}
+        self._rows.add({"updates": updates, TIMESTAMP: moment} | media)
 
     def log_directory(self, directory: str, updates: int) -> None:
         """Send a directory as an artifact, a new version of the run's."""
         if self.run is None:
             return
-        self._log_artifact(self._artifact(directory, updates), updates)
+        aliases = ["latest", f"u{updates}"]
+        artifact = self._artifact(directory, updates)
+        self.run.log_artifact(artifact, aliases=aliases)
 
-    def log_checkpoint(self, directory: str, updates: int) -> None:
+    def log_checkpoint(
+        self, directory: str, updates: int, aliases: list[str]
+    ) -> None:
         """Send a directory likewise, unless it is removed before that."""
         if self.run is None:
             return
@@ -144,7 +148,12 @@ class WandbRun:
                 raise
             return
         if Path(directory).is_dir():  # or else a part may be missing
-            self._log_artifact(artifact, updates)
+            self.run.log_artifact(artifact, aliases=aliases)
+
+    def mark_preempting(self) -> None:
+        """Say that the run was stopped from outside, and may go on later."""
+        if self.run is not None:
+            self.run.mark_preempting()
 
     def finish(self, exit_code: int | None) -> None:
         """End the run, if it was started here."""
@@ -164,9 +173,6 @@ class WandbRun:
         )
         artifact.add_dir(str(directory))
         return artifact
-
-    def _log_artifact(self, artifact: Any, updates: int) -> None:
-        self.run.log_artifact(artifact, aliases=["latest", f"u{updates}"])
 
     def _init(self) -> Any:
         wandb = import_wandb()

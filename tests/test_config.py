@@ -1,6 +1,7 @@
 """Claims about the frozen option values."""
 
 import dataclasses
+import json
 
 import pytest
 from hypothesis import given
@@ -272,3 +273,55 @@ def test_every_is_due_once_for_each_stride_over_a_multiple(n, strides):
             sample % n == 0 for sample in crossed
         )
         before = after
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        Accumulation(steps=4, tail="carry", combine="sum"),
+        Accumulation(steps={5: 8, 0: 2}),
+        Accumulation(micro_batch_size=16, per_example=True),
+        Accumulation(micro_batch_size="auto", memory_limit_bytes=2**30),
+        LossScale(initial=64, growth_interval=7, maximum=128),
+        Every(100, "updates"),
+        Every(0.5, "seconds"),
+    ],
+)
+def test_options_come_back_from_json(options):
+    plain = json.loads(json.dumps(options.to_dict()))
+    assert type(options).from_dict(plain) == options
+
+
+def test_options_left_out_of_a_dict_have_their_defaults():
+    assert Accumulation.from_dict({"steps": 4}) == Accumulation(steps=4)
+    assert LossScale.from_dict({}) == LossScale()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: Accumulation.from_dict({"steps": 2, "size": 3}),
+            ValueError,
+            "Received: size. It has steps",
+        ),
+        (
+            lambda: Accumulation.from_dict({"steps": 0}),
+            ValueError,
+            "Received: steps=0",
+        ),
+        (
+            lambda: Every.from_dict([3, "updates"]),
+            TypeError,
+            "must get a dict of options. Received: \\[3",
+        ),
+        (
+            lambda: Accumulation(steps=lambda updates: 2).to_dict(),
+            ValueError,
+            "steps must be a plain value",
+        ),
+    ],
+)
+def test_dicts_that_are_no_options_are_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()

@@ -23,7 +23,7 @@ CALLBACKS = ROOT / "callbacks"
 # below it; those of one floor know nothing of each other. A new file goes into
 # the wing of its subject, and a new wing where its imports allow.
 FLOORS = (
-    ("errors", "checks", "notebook", "progress"),
+    ("errors", "checks", "notebook", "plain_options", "progress"),
     ("config",),
     ("keras_api",),
     ("layers",),
@@ -43,7 +43,14 @@ FLOOR_OF = {wing: i for i, floor in enumerate(FLOORS) for wing in floor}
 KERAS_FILES = sorted((PACKAGE / "keras_api").glob("*.py"))
 
 BACKENDS = {"tensorflow", "jax", "torch"}
-OPTIONAL_TOOLS = {"wandb", "matplotlib", "IPython", "tensorboard", "mlflow"}
+OPTIONAL_TOOLS = {
+    "IPython",
+    "PIL",
+    "matplotlib",
+    "mlflow",
+    "tensorboard",
+    "wandb",
+}
 
 # Named tuples spell their public methods with an underscore.
 PUBLIC_DESPITE_UNDERSCORE = {"_asdict", "_fields", "_make", "_replace"}

@@ -109,3 +109,18 @@ NO_SCORES = (
     "which='best' needs checkpoints with a score. Received: {path}, where none "
     "has one. Save with Checkpoint(keep_best='val_loss'), or use 'latest'."
 )
+
+MEDIA_OUTSIDE = (
+    "log_media must be called while training runs, from a callback. Received: "
+    "{name!r} outside of it. Use the tool of the logger itself there."
+)
+
+NO_MEDIA = (
+    "{name!r} is left out: no logger takes a value of type {kind}. Loggers: "
+    "{loggers}. WandbLogger takes images, histograms, text and tables."
+)
+
+NO_ARTIFACT = (
+    "The checkpoint {place!r} could not be had from W&B: {reason}. Check "
+    "entity, project, name and alias, and that `wandb login` was run here."
+)

@@ -3,13 +3,16 @@
 import abc
 import functools
 import time
+import warnings
 from typing import Any
 
 import numpy as np
 
+from accumtrainer import errors
 from accumtrainer.config import Every
 from accumtrainer.observers.callback import Callback
 from accumtrainer.observers.logs import Logs, is_learning_rate, to_number
+from accumtrainer.observers.media import check_media
 from accumtrainer.progress import Progress
 
 LATEST = ("loss_scale", "updates", "skipped_updates")
@@ -40,7 +43,8 @@ class Logger(Callback, abc.ABC):
     write into the logs only when an epoch ends makes a point of its own.
 
     Args:
-        every: how often to write a point.
+        every: how often to write a point; default every 10 updates, and once
+            an epoch at least.
 
     Raises:
         TypeError: `every` is no `Every`.
@@ -58,6 +62,7 @@ class Logger(Callback, abc.ABC):
 
     def __init__(self, every: Every | None = None):
         super().__init__()
+        self._is_due_each_epoch = every is None
         every = Every(10, "updates") if every is None else every
         if not isinstance(every, Every):
             raise TypeError(
@@ -72,6 +77,7 @@ class Logger(Callback, abc.ABC):
         self._due = None
         self._updates_to_wait = 0
         self._epoch = 0
+        self._has_point_of_epoch = False
         self._running = Logs()
         self._names_before: frozenset[str] = frozenset()
         self._validated: frozenset[str] = frozenset()
@@ -95,8 +101,42 @@ class Logger(Callback, abc.ABC):
                 later, in whatever thread.
         """
 
+    def write_media(self, updates: int, name: str, value: Any) -> None:
+        """Write an image, a histogram, a text or a table.
+
+        A logger that does not override it leaves them out.
+
+        Args:
+            updates: number of updates made so far, never less than before.
+            name: what it is called.
+            value: an `Image`, `Histogram`, `Text` or `Table`, all on the
+                host.
+        """
+
     def close(self) -> None:
         """Finish writing; called when a training ends, however it ends."""
+
+    # What callbacks may ask of it.
+
+    def log_media(self, name: str, value: Any) -> None:
+        """Log what is no number, at the updates made so far.
+
+        Does nothing in a trial. `Trainer.log_media` asks every logger.
+
+        Args:
+            name: what it is called.
+            value: an `Image`, `Histogram`, `Text` or `Table`.
+
+        Raises:
+            RuntimeError: no training is running.
+            TypeError: the value is of another kind.
+        """
+        check_media(name, value)
+        if self._is_open:
+            self._write_what_was_due()
+            self.write_media(self.trainer.progress.updates, name, value)
+        elif self.trainer is None or self.may_write:
+            raise RuntimeError(errors.MEDIA_OUTSIDE.format(name=name))
 
     # The story of a training, as told to callbacks.
 
@@ -114,6 +154,7 @@ class Logger(Callback, abc.ABC):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
+        self._has_point_of_epoch = False
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # After most updates nothing else is done: it is time that training
@@ -136,7 +177,8 @@ class Logger(Callback, abc.ABC):
             return
         names = self._names_of_updates()
         self._write_what_was_due()
-        if self.trainer.is_due(self.every, self._since):
+        lacks_one = self._is_due_each_epoch and not self._has_point_of_epoch
+        if lacks_one or self.trainer.is_due(self.every, self._since):
             self._write_point(self.trainer.progress)
         known = names | self._validated
         written = {k: v for k, v in logs.items() if k not in known}
@@ -178,6 +220,7 @@ class Logger(Callback, abc.ABC):
             "point": self._point.get_state(),
             "names": sorted(names),
             "validated": sorted(self._validated),
+            "has_point_of_epoch": self._has_point_of_epoch,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -186,6 +229,7 @@ class Logger(Callback, abc.ABC):
         self._point = _Point.of_state(state["point"])
         self._names_before = frozenset(state.get("names", ()))
         self._validated = frozenset(state.get("validated", ()))
+        self._has_point_of_epoch = state.get("has_point_of_epoch", False)
 
     def _names_of_updates(self) -> frozenset[str]:
         """Name what the last update's logs held, even before a resume."""
@@ -218,6 +262,7 @@ class Logger(Callback, abc.ABC):
         self._updates_to_wait = self.every.least_updates(progress)
         if not unread and point.is_empty:
             return
+        self._has_point_of_epoch = True
         read = functools.partial(_read_point, point, unread, running)
         known = self._speed.measure(self.trainer.samples_seen)
         self.write(progress.updates, Logs(read, known | {"epoch": self._epoch}))
@@ -348,3 +393,28 @@ class _Speed:
         self._samples, self._begun, self._paused = samples, now, 0.0
         has_measured = seconds > 0 and seen > 0
         return {"samples_per_second": seen / seconds} if has_measured else {}
+
+
+def send_media(loggers: tuple[Logger, ...], name: str, value: Any) -> None:
+    """Have every logger log what is no number; warn if none of them can.
+
+    Args:
+        loggers: those of the running fit.
+        name: what it is called.
+        value: an `Image`, `Histogram`, `Text` or `Table`.
+    """
+    check_media(name, value)
+    able = [x for x in loggers if type(x).write_media is not Logger.write_media]
+    if not able:
+        names = [type(logger).__name__ for logger in loggers]
+        warnings.warn(
+            errors.NO_MEDIA.format(
+                name=name,
+                kind=type(value).__name__,
+                loggers=", ".join(names) or "none",
+            ),
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    for logger in able:
+        logger.log_media(name, value)

@@ -289,6 +289,14 @@ class CheckpointDirectory:
             )
         return self._first_good(names)
 
+    def best_path(self) -> Path | None:
+        """Find the checkpoint with the best score; `None` where none has one.
+
+        It is not read, so it may be damaged.
+        """
+        names = self._by_score()
+        return self.path / names[0] if names else None
+
     def write(self, snapshot: Snapshot, score: Score | None = None) -> Path:
         """Write a checkpoint, then remove those that are not to be kept.
 

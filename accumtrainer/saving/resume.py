@@ -11,6 +11,7 @@ from accumtrainer.keras_api import BACKEND, KERAS_NAME, keras
 from accumtrainer.observers.callback import flatten_callbacks
 from accumtrainer.saving.checkpoint import CheckpointDirectory, find_checkpoint
 from accumtrainer.saving.snapshot import Snapshot
+from accumtrainer.saving.wandb_artifacts import is_reference, read_artifact
 
 
 def take_snapshot(trainer: Any, engine: Any, loop: Any) -> Snapshot:
@@ -53,8 +54,8 @@ def find_saved(resume_from: Any, callbacks: Any) -> Snapshot | None:
     """Find the snapshot that a fit shall go on from.
 
     Args:
-        resume_from: `None`, `"auto"`, or the path of a checkpoint or of a
-            directory of them.
+        resume_from: `None`, `"auto"`, the path of a checkpoint or of a
+            directory of them, or one that W&B keeps.
         callbacks: callbacks, in which `"auto"` looks for a directory.
 
     Returns:
@@ -73,6 +74,8 @@ def find_saved(resume_from: Any, callbacks: Any) -> Snapshot | None:
             f"resume_from={resume_from!r}. Use 'auto' with a Checkpoint among "
             "the callbacks."
         )
+    if is_reference(resume_from):
+        return read_artifact(str(resume_from))
     if resume_from != "auto":
         return find_checkpoint(resume_from)
     places = [

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from accumtrainer import errors
 from accumtrainer.config import Accumulation, Every
 from accumtrainer.data.batches import Window
 from accumtrainer.data.preprocessing import Preprocessing, preprocessing_of
@@ -14,6 +15,7 @@ from accumtrainer.diagnosis.inspection import Inspection
 from accumtrainer.diagnosis.range_test import RangeTest
 from accumtrainer.keras_api import keras
 from accumtrainer.observers.callback import Dispatcher
+from accumtrainer.observers.logger import Logger, send_media
 from accumtrainer.observers.logs import Logs
 from accumtrainer.observers.progress_bar import make_progress_bar
 from accumtrainer.progress import Progress
@@ -32,6 +34,7 @@ class Answers(Hooks):
 
     accumulation: Accumulation
     _engine: Engine
+    _loggers: tuple[Logger, ...] | None = None  # None outside a fit
 
     @property
     def progress(self) -> Progress:
@@ -60,6 +63,24 @@ class Answers(Hooks):
         later, when further windows have run.
         """
         return self._engine.window_logs
+
+    def log_media(self, name: str, value: Any) -> None:
+        """Have the loggers of the running `fit` log what is no number.
+
+        For callbacks; in a hook, keep what is to be shown in a variable of
+        `track`. It stands at the updates made so far, for which this waits.
+
+        Args:
+            name: what it is called; the same name makes a series.
+            value: an `Image`, `Histogram`, `Text` or `Table`.
+
+        Raises:
+            RuntimeError: no `fit` is running.
+            TypeError: the value is of another kind.
+        """
+        if self._loggers is None:
+            raise RuntimeError(errors.MEDIA_OUTSIDE.format(name=name))
+        send_media(self._loggers, name, value)
 
     @property
     def micro_batch_logs(self) -> Logs:

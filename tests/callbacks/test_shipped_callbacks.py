@@ -54,12 +54,21 @@ def trainer(begun):
     return trainer
 
 
+class TakesMedia(Logger):
+    """Takes whatever callbacks show, and does nothing with it."""
+
+    def write(self, updates, numbers):
+        pass
+
+    def write_media(self, updates, name, value):
+        pass
+
+
 def train(trainer, callback, *others, **options):
     """Train with a Trainer, six updates."""
     options = {"batch_size": 2, "verbose": 0} | options
-    trainer.fit(
-        X, Y, validation_data=(X, Y), callbacks=[callback, *others], **options
-    )
+    given = [callback, *others, TakesMedia(Every(100, "updates"))]
+    trainer.fit(X, Y, validation_data=(X, Y), callbacks=given, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +113,9 @@ SHIPPED = {
     "NaNLocator": Shipped(
         make=lambda folder: callbacks.NaNLocator(folder),
         reads_always="it asks before each update whether the last was skipped",
+    ),
+    "Predictions": Shipped(
+        make=lambda folder: callbacks.Predictions(X[:4], Y[:4]),
     ),
     "Profile": Shipped(
         make=lambda folder: callbacks.Profile(

@@ -7,6 +7,7 @@ import pytest
 from pointed import Points, X, Y, fit, make_trainer, positions
 
 from accumtrainer import Callback, Every, Trainer
+from accumtrainer.callbacks import Checkpoint
 from accumtrainer.keras_api import keras
 from accumtrainer.steps import Report
 
@@ -136,7 +137,7 @@ def test_what_hooks_log_is_averaged_too():
 @pytest.mark.parametrize(
     ("every", "expected"),
     [
-        (None, [10, 12]),
+        (None, [6, 10, 12]),
         (Every(5, "updates"), [5, 10, 12]),
         (Every(1, "epochs"), [6, 12]),
         (Every(4, "micro_batches"), [2, 4, 6, 8, 10, 12]),
@@ -206,7 +207,8 @@ def test_what_other_callbacks_write_about_a_validation_is_in_its_point():
     logger = Points()
     fit(logger, Writer(), validation_data=(X, Y), epochs=2)
     assert [n["val_bleu"] for _, n in logger.validation] == [0.25, 0.25]
-    assert len(logger.points) == 4  # two validations, update 10, the last
+    # Of validation and of training in each epoch, and of update 10.
+    assert len(logger.points) == 5
 
 
 def test_positions_never_go_back_over_a_second_fit():
@@ -317,3 +319,28 @@ def test_windows_do_not_stay_on_the_device_without_end():
     (point,) = logger.points
     expected = by_hand(windows.logs, "loss")
     np.testing.assert_allclose(point[1]["loss"], expected, rtol=1e-6)
+
+
+def test_every_epoch_has_a_point_unless_told_how_often():
+    logger, told = Points(), Points(Every(10, "updates"))
+    fit(logger, told, epochs=4)
+    assert positions(logger.points) == [6, 10, 18, 20, 24]
+    assert positions(told.points) == [10, 20, 24]
+
+
+def test_point_of_an_epoch_is_remembered_over_a_resume(tmp_path):
+    def resume(max_updates):
+        logger = Points()
+        checkpoint = Checkpoint(tmp_path, every=Every(100, "updates"))
+        fit(
+            logger,
+            checkpoint,
+            epochs=2,
+            batch_size=1,
+            max_updates=max_updates,
+            resume_from="auto",
+        )
+        return positions(logger.points)
+
+    assert resume(11) == [10, 11]
+    assert resume(24) == [20, 24]

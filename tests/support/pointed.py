@@ -37,9 +37,11 @@ class Points(Logger):
         return [p for p in self.points if "val_loss" in p[1]]
 
 
-def make_trainer(**options):
+def make_trainer(model=None, **options):
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    if model is None:
+        layers = [keras.Input([3]), keras.layers.Dense(1)]
+        model = keras.Sequential(layers)
     options = {"optimizer": "sgd", "accumulation": 2, "seed": 0} | options
     return Trainer(model, loss="mse", **options)
 

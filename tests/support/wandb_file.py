@@ -53,6 +53,7 @@ class WandbFile:
         summary: dict of what was set explicitly, by name.
         metrics: list of messages `MetricRecord`.
         artifacts: list of messages `ArtifactRecord`.
+        is_preempting: whether it was marked so.
         exit_code: int, or `None` if the run was not finished.
     """
 
@@ -61,6 +62,7 @@ class WandbFile:
 
         self.path = Path(path)
         self.run = self.exit_code = None
+        self.is_preempting = False
         self.config, self.history, self.summary = {}, [], {}
         self.moments, self.metrics, self.artifacts = [], [], []
         for content in read_records(path):
@@ -95,6 +97,9 @@ class WandbFile:
     def _add_artifact(self, record):
         self.artifacts.append(record.artifact)
 
+    def _add_preempting(self, record):
+        self.is_preempting = True
+
     def _add_exit(self, record):
         self.exit_code = record.exit.exit_code
 
@@ -105,6 +110,31 @@ def _read_items(items):
         item.key or ".".join(item.nested_key): json.loads(item.value_json)
         for item in items
     }
+
+
+def media_of(run, name):
+    """List what was logged under a name, as `(updates, value)`.
+
+    The value is what W&B's own process keeps of it, a dict by name; `content`
+    is added: of a table its rows, with `columns`; of another file its path.
+    """
+    found = []
+    for row in run.history:
+        value = {
+            key.removeprefix(f"{name}."): item
+            for key, item in row.items()
+            if key.startswith(f"{name}.")
+        } or row.get(name)
+        if value is None:
+            continue
+        if isinstance(value, dict) and "path" in value:
+            file = run.path.parent / "files" / value["path"]
+            is_table = value["_type"] == "table-file"
+            content = json.loads(file.read_bytes()) if is_table else file
+            value["content"] = content["data"] if is_table else content
+            value["columns"] = content["columns"] if is_table else None
+        found.append((row["updates"], value))
+    return found
 
 
 def _skip(record):

@@ -1,0 +1,165 @@
+"""Claims about checkpoints in W&B, and runs that go on from them.
+
+A server of W&B is not to be had in a test. What a run would send to it is
+read from its records, and downloading is played by copying those files.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from wandb_file import written_runs
+from wandb_runs import X, Y, fit, make_logger, make_trainer, positions
+
+from accumtrainer import Callback, CheckpointError, Every
+from accumtrainer.callbacks import Checkpoint
+from accumtrainer.saving import wandb_artifacts
+
+pytestmark = pytest.mark.usefixtures("without_xla", "away_from_wandb")
+
+wandb = pytest.importorskip("wandb", reason="W&B is not installed")
+
+
+def saved(run):
+    """List the checkpoints that a run has sent, as artifacts."""
+    return [sent for sent in run.artifacts if sent.type == "model"]
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    """Give the names asked for; each is what the runs in `runs` have sent."""
+    asked = []
+
+    def download(name, folder):
+        asked.append(name)
+        alias = name.rpartition(":")[2]
+        runs = written_runs(tmp_path / "runs")
+        sent = [a for run in runs for a in saved(run) if alias in a.aliases]
+        if not sent:
+            raise wandb.errors.CommError("artifact not found")
+        for file in sent[-1].manifest.contents:
+            shutil.copy(file.local_path, Path(folder) / file.path)
+
+    monkeypatch.setattr(wandb_artifacts, "_download", download)
+    (tmp_path / "runs").mkdir()
+    return asked
+
+
+class Fail(Callback):
+    """Raises in the second epoch."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.trainer.progress.updates == 9:
+            raise RuntimeError("power failure")
+
+
+def test_run_goes_on_from_an_artifact_on_another_machine(server, tmp_path):
+    whole = make_trainer()
+    fit(whole, epochs=3)
+    first = Checkpoint(tmp_path / "first")
+    logger = make_logger(tmp_path / "runs", log_checkpoints=first)
+    with pytest.raises(RuntimeError, match="power failure"):
+        fit(make_trainer(), Fail(), first, logger, epochs=3)
+    shutil.rmtree(tmp_path / "first")
+    there = make_trainer()
+    fit(
+        there,
+        Checkpoint(tmp_path / "second"),
+        make_logger(tmp_path / "runs"),
+        epochs=3,
+        resume_from="wandb:me/claims/checkpoint-x:latest",
+    )
+    assert server == ["me/claims/checkpoint-x:latest"]
+    assert there.progress.updates == whole.progress.updates == 18
+    for mine, other in zip(
+        there.model.get_weights(), whole.model.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(mine, other)
+    before, after = written_runs(tmp_path / "runs")
+    assert before.run.run_id == after.run.run_id
+    sent = positions(before.history, "loss") + positions(after.history, "loss")
+    assert sent == sorted(set(sent)) and sent[-1] == 18
+
+
+class Judge(Callback):
+    """Says how good each epoch was."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["score"] = [1.0, 3.0, 2.0][epoch]
+
+
+class Wait(Callback):
+    """Has an epoch begin when the checkpoint of the last one is written."""
+
+    def __init__(self, checkpoint):
+        super().__init__()
+        self.checkpoint = checkpoint
+
+    def on_epoch_begin(self, epoch, logs=None):
+        while len(self.checkpoint.checkpoints.names()) < epoch:
+            pass
+
+
+def test_best_checkpoint_has_an_alias_of_its_own(server, tmp_path):
+    checkpoint = Checkpoint(tmp_path / "saved", keep=9, keep_best="score")
+    logger = make_logger(tmp_path / "runs", log_checkpoints=checkpoint)
+    fit(make_trainer(), Judge(), Wait(checkpoint), checkpoint, logger, epochs=3)
+    (run,) = written_runs(tmp_path / "runs")
+    aliases = [tuple(sorted(sent.aliases)) for sent in saved(run)]
+    assert aliases == [
+        ("best", "latest", "u6"),
+        ("best", "latest", "u12"),
+        ("latest", "u18"),
+    ]
+    trainer = make_trainer()
+    fit(trainer, epochs=2, resume_from="wandb:claims/checkpoint-x:best")
+    assert trainer.progress.updates == 12
+
+
+def test_last_checkpoint_may_turn_out_to_be_the_best(server, tmp_path):
+    """It is saved amid an epoch, and judged by a validation after that."""
+    checkpoint = Checkpoint(
+        tmp_path / "saved", every=Every(100, "updates"), keep_best="val_loss"
+    )
+    logger = make_logger(tmp_path / "runs", log_checkpoints=checkpoint)
+    options = {"max_updates": 4, "validation_data": (X, Y)}
+    fit(make_trainer(), checkpoint, logger, **options)
+    (run,) = written_runs(tmp_path / "runs")
+    # Whether it was sent before it was judged is a matter of time.
+    assert set(saved(run)[-1].aliases) == {"best", "latest", "u4"}
+
+
+def test_artifact_that_is_not_there_is_refused(server):
+    with pytest.raises(CheckpointError, match="'wandb:p/n:no'.*not found"):
+        fit(make_trainer(), resume_from="wandb:p/n:no")
+
+
+@pytest.mark.parametrize("place", ["", "name:latest", "a/b/c/d:e", "a/b"])
+def test_reference_that_is_none_is_refused(place):
+    with pytest.raises(ValueError, match="entity/project/name:alias"):
+        fit(make_trainer(), resume_from=f"wandb:{place}")
+
+
+def test_artifact_without_wandb_is_refused_with_the_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match=r"accumtrainer\[wandb\]"):
+        fit(make_trainer(), resume_from="wandb:p/n:best")
+
+
+def test_download_asks_wandb_for_a_model(monkeypatch, tmp_path):
+    """Hold the one place that needs a server to W&B's own signature."""
+    asked = []
+
+    class Api:
+        def artifact(self, name, type=None):
+            asked.append((name, type))
+            return self
+
+        def download(self, root=None):
+            asked.append(root)
+
+    monkeypatch.setattr(wandb, "Api", Api)
+    wandb_artifacts._download("e/p/n:best", str(tmp_path))
+    assert asked == [("e/p/n:best", "model"), str(tmp_path)]
