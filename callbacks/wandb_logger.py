@@ -170,9 +170,12 @@ class WandbLogger(Logger):
         _check_init_options(wandb, self._options)
         self._watch.start(self.trainer)
         self._outer_error = sys.exc_info()[1]
-        self._has_warned = self._is_resumed = False
+        self._has_warned = False
         self._sent_checkpoints.start()
-        if self.trainer.progress.updates < self._last_updates:
+        # Amid an epoch, a resume says which run it is before the counters are
+        # put back.
+        is_behind = self.trainer.progress.updates < self._last_updates
+        if is_behind and not self._is_resumed:
             self._run_id, self._last_updates = None, -1  # another training
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -215,6 +218,7 @@ class WandbLogger(Logger):
             self._send_new_checkpoints(is_last=False)
 
     def close(self) -> None:
+        self._is_resumed = False
         if self._background is None:
             return
         self._send_new_checkpoints(is_last=True)

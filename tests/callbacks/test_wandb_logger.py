@@ -187,6 +187,26 @@ def test_resume_continues_the_run_and_sends_no_point_twice(tmp_path):
     assert positions(second.history, "loss") == [6]
 
 
+def test_resume_amid_an_epoch_continues_the_run(tmp_path):
+    def train(*others, **options):
+        fit(
+            make_trainer(),
+            make_logger(tmp_path, every=Every(3, "updates")),
+            *others,
+            Checkpoint(tmp_path / "saved", every=Every(5, "updates")),
+            epochs=2,
+            **options,
+        )
+
+    with pytest.raises(RuntimeError, match="power failure"):
+        train(Fail(9))
+    train(resume_from="auto")
+    first, second = written_runs(tmp_path)
+    assert first.run.run_id == second.run.run_id
+    assert positions(first.history, "loss") == [3, 6, 8]
+    assert positions(second.history, "loss") == [9, 12]
+
+
 def test_run_that_has_nothing_left_sends_no_point_twice(tmp_path):
     for _ in range(2):
         trainer = make_trainer()
