@@ -2,8 +2,6 @@
 
 import json
 import os
-import sys
-import types
 from typing import NamedTuple
 
 import pytest
@@ -34,8 +32,6 @@ def read_wandb(folder):
 
 def read_tensorboard(folder):
     """Read a folder as TensorBoard shows it."""
-    # Where this module is there, TensorBoard does without TensorFlow.
-    sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("notf"))
     from tensorboard.backend.event_processing import event_accumulator
 
     everything = {event_accumulator.SCALARS: 0, event_accumulator.TENSORS: 0}
