@@ -47,6 +47,7 @@ class Survey:
             compiled model.
         moved: those of the model and the tracked ones that it gives new
             values.
+        moved_by_perturb: those of them to which `perturb` itself assigns.
         embedding_dtypes: nest of those of what is embedded ahead, or `None`.
         others_read: variables that are no part of the model or its training.
         others_written: as those.
@@ -58,6 +59,7 @@ class Survey:
     reductions: dict[str, str]
     written: list[Variable]
     moved: list[Variable]
+    moved_by_perturb: list[Variable]
     embedding_dtypes: Any
     others_read: list[Variable]
     others_written: list[Variable]
@@ -138,8 +140,15 @@ def take_survey(parts: WindowParts, passes: Passes, batch: Batch) -> Survey:
         info = replace(
             info, index=None, is_last=None, weight=None, total_weight=loss
         )
+        before = [variable.value for variable in movable]
         moves = hooks.perturb(zeros, info)
         check_gradients("perturb", zeros, moves)
+        pairs = zip(movable, before, strict=True)
+        seen["moved_by_perturb"] = [
+            v
+            for v, value in pairs
+            if v.value is not value and not is_random_state(v)
+        ]
         gradients = hooks.on_apply(zeros, info)
         check_gradients("on_apply", zeros, gradients)
         hooks.after_apply(info)

@@ -21,7 +21,7 @@ from accumtrainer.window.objective import (
 from accumtrainer.window.optimizers import Optimizers
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.passes import Passes
-from accumtrainer.window.state import RunningSums, Scratch
+from accumtrainer.window.state import RunningSums, Scratch, shifted_seed
 from accumtrainer.window.survey import Survey
 from accumtrainer.window.variables import WindowVariables
 from accumtrainer.window.weighing import (
@@ -30,6 +30,9 @@ from accumtrainer.window.weighing import (
     where_sum,
     window_means,
 )
+
+PERTURB_DISTANCE = 0x2545F491
+"""How far what `perturb` draws from is from a micro-batch's stream."""
 
 
 class Update:
@@ -146,7 +149,8 @@ class Update:
     ) -> list[Tensor]:
         """Move the weights to where the window is to run again.
 
-        Everything else is put back, so that it runs as it did.
+        Everything else is put back, so that it runs as it did, but for what
+        the hook itself assigns.
 
         Args:
             micro_batches: scalar, int32, k.
@@ -154,17 +158,21 @@ class Update:
             sums: its weighted gradients, float32.
 
         Returns:
-            List of tensors, the weights before they moved.
+            List of tensors, see `WindowVariables.move_weights`.
         """
         info = self._info(micro_batches, *self._window_means(), weighing)
         _, gradients = self.take_gradients(micro_batches, weighing, sums)
+        # Where the first run has ended the second one will end, and `on_apply`
+        # draws there.
+        rng = self._state.rng.state
+        rng.assign(shifted_seed(rng, 1, PERTURB_DISTANCE))
         with collect_logs(self._hooks) as logs:
             moves = self._gradients.changed_by(
                 self._hooks.perturb, gradients, info
             )
         self._variables.window.clear()
         self._variables.window.add_logs(logs)
-        self._variables.put_back()
+        self._variables.put_back(after_perturb=True)
         return self._variables.move_weights(moves)
 
     def _finish(

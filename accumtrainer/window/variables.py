@@ -35,8 +35,8 @@ class WindowVariables:
         captured: variables that hooks read and nobody moves.
         accumulators: variables to which gradients are added from one call to
             the next; see `make_accumulators`.
-        weights_before: variables with the weights as they were before they
-            moved, from one call to the next; see `make_weights_before`.
+        weights_before: variables with what `move_weights` returns, from one
+            call to the next; see `make_weights_before`.
         streams: random states that are drawn from and belong to nobody.
         start: variables with the values that a window began with.
         moved: variables that micro-batches give new values.
@@ -71,9 +71,10 @@ class WindowVariables:
         self.captured: list[Variable] = []
         self.streams: list[Variable] = []
         self.moved: list[Variable] = []
+        self._moved_by_perturb: list[Variable] = []
         self._kept: list[Variable] = []
         self.start: list[Variable] = []
-        self._keep(v for v in parts.tracked if not is_random_state(v))
+        self._keep(self._put_back(parts.tracked))
         self.expect(survey)
         self.follow(survey)
 
@@ -97,12 +98,10 @@ class WindowVariables:
         streams = survey.find_streams(known)
         self.streams = unique([*self.streams, *streams])
         self.moved = unique([*self.moved, *survey.moved, *streams])
-        self._keep(
-            v
-            for v in [*survey.written, *streams]
-            # A window that is run through twice draws the same numbers twice.
-            if self._runs_twice or not is_random_state(v)
+        self._moved_by_perturb = unique(
+            [*self._moved_by_perturb, *survey.moved_by_perturb]
         )
+        self._keep(self._put_back([*survey.written, *streams]))
 
     def follow(self, survey: Survey) -> None:
         """Turn to micro-batches like those of a survey that was expected."""
@@ -142,8 +141,23 @@ class WindowVariables:
 
         What was compiled for less keeps less, and must not run any more.
         """
-        parts = (self.captured, self.moved, self.start, self._running_sums)
+        parts = (
+            self.captured,
+            self.moved,
+            self._moved_by_perturb,
+            self.start,
+            self._running_sums,
+        )
         return sum(map(len, parts))
+
+    def _put_back(self, variables: Iterable[Variable]) -> Iterator[Variable]:
+        """Leave random states out, unless windows are run through twice.
+
+        Such a window draws the same numbers twice.
+        """
+        return (
+            v for v in variables if self._runs_twice or not is_random_state(v)
+        )
 
     def _keep(self, variables: Iterable[Variable]) -> None:
         """Make room for the values that variables have before a window."""
@@ -241,7 +255,8 @@ class WindowVariables:
 
     def make_weights_before(self) -> None:
         """Make what keeps the weights while a window runs beside them."""
-        if len(self.weights_before) == len(self._model.trainable_variables):
+        kept = [*self._model.trainable_variables, *self._moved_by_perturb]
+        if len(self.weights_before) == len(kept):
             return
         self._backend.write_back()
         self.weights_before = [
@@ -251,11 +266,14 @@ class WindowVariables:
                 trainable=False,
                 name=f"weight_before_{position}",
             )
-            for position, v in enumerate(self._model.trainable_variables)
+            for position, v in enumerate(kept)
         ]
 
     def move_weights(self, moves: list[Tensor | None]) -> list[Tensor]:
         """Add to the weights, and return what they were.
+
+        A window that begins anew after that keeps another start, so the start
+        of what `perturb` has assigned to is returned too.
 
         Args:
             moves: list of tensors, like the trainable variables.
@@ -271,7 +289,8 @@ class WindowVariables:
             self._backend.replicas.write(variable, moved)
             if id(variable) in starts:
                 starts[id(variable)].assign(moved)
-        return before
+        assigned = [starts[id(v)].value for v in self._moved_by_perturb]
+        return [*before, *map(ops.copy, assigned)]
 
     def move_weights_back(self, before: list[Tensor]) -> None:
         """Undo `move_weights`.
@@ -284,7 +303,10 @@ class WindowVariables:
         """
         variables, starts = self._model.trainable_variables, self._starts()
         now = self._backend.replicas.read(variables)
-        for variable, value, old in zip(variables, now, before, strict=True):
+        weights, others = before[: len(variables)], before[len(variables) :]
+        for variable, old in zip(self._moved_by_perturb, others, strict=True):
+            starts[id(variable)].assign(old)
+        for variable, value, old in zip(variables, now, weights, strict=True):
             start = starts.get(id(variable))
             if start is None:
                 self._backend.replicas.write(variable, old)
@@ -368,10 +390,16 @@ class WindowVariables:
                 value = ops.where(is_first, value, start.value)
             start.assign(value)
 
-    def put_back(self) -> None:
-        """Put everything back as the window's start has found it."""
+    def put_back(self, *, after_perturb: bool = False) -> None:
+        """Put everything back as the window's start has found it.
+
+        Args:
+            after_perturb: whether to leave what that hook has assigned.
+        """
+        left = set(map(id, self._moved_by_perturb)) if after_perturb else ()
         for variable, start in zip(self._kept, self.start, strict=True):
-            self._backend.replicas.write(variable, start.value)
+            if id(variable) not in left:
+                self._backend.replicas.write(variable, start.value)
 
     def undo(self) -> None:
         """Put back what a skipped window changed; what is random stays."""

@@ -11,7 +11,12 @@ from hooked import (
     numbers,
 )
 
-from accumtrainer import Trainer, WeightedLoss
+from accumtrainer import (
+    Accumulation,
+    Trainer,
+    WeightedLoss,
+    WindowLossTrainer,
+)
 from accumtrainer.keras_api import keras, ops
 
 pytestmark = pytest.mark.usefixtures("without_xla")
@@ -208,3 +213,46 @@ def test_variable_that_a_hook_writes_must_be_tracked():
     trainer.track(count)
     trainer.fit(np.ones([4, 2]), np.ones([4, 1]), batch_size=2, verbose=0)
     assert float(count.value) == 2
+
+
+class DropsInputs:
+    """Draws by a layer that is no part of the model."""
+
+    def __init__(self, model, **options):
+        super().__init__(model, **options)
+        self.dropout = self.track(keras.layers.Dropout(0.5, seed=3))
+
+    def on_micro_batch(self, batch, info):
+        return batch._replace(x=self.dropout(batch.x, training=True))
+
+
+class LossOfEach(DropsInputs, Trainer):
+    def compute_loss(self, batch, info):
+        errors = ops.square(self.model(batch.x, training=info.training))
+        return WeightedLoss(ops.mean(errors), ops.shape(errors)[0])
+
+
+class LossOfWindow(DropsInputs, WindowLossTrainer):
+    def window_loss(self, embeddings, batch, info):
+        return ops.mean(ops.square(embeddings))
+
+
+@pytest.mark.parametrize("plan", ["fused", "streamed"])
+def test_tracked_layer_draws_the_same_when_a_window_is_embedded_again(
+    plan, use_plan
+):
+    use_plan(plan)
+    x = np.random.default_rng(0).normal(size=[12, 6]).astype("float32")
+    trained = []
+    for cls in (LossOfEach, LossOfWindow):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input([6]), keras.layers.Dense(2)])
+        trainer = cls(
+            model,
+            optimizer=keras.optimizers.SGD(0.1),
+            accumulation=Accumulation(micro_batch_size=4),
+        )
+        trainer.fit(x, batch_size=12, epochs=2, shuffle=False, verbose=0)
+        trained.append(model.get_weights())
+    for one, other in zip(*trained, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)

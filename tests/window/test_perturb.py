@@ -321,3 +321,71 @@ def test_hooks_of_micro_batches_run_before_and_after_the_weights_move():
     runs = ["on_accumulate"] * 4
     survey = ["on_accumulate", "perturb", "on_apply"]
     assert told == [*survey, *runs, "perturb", *runs, "on_apply"]
+
+
+class Remembering(Uphill):
+    """Counts its moves, and keeps a number that each hook has drawn."""
+
+    def __init__(self, model, **options):
+        super().__init__(model, **options)
+        self.moves, self.drawn, self.drawn_again = (
+            self.track(keras.Variable(0.0, trainable=False, name=name))
+            for name in ("moves", "drawn", "drawn_again")
+        )
+
+    def perturb(self, gradients, info):
+        self.moves.assign_add(1.0)
+        self.drawn.assign(keras.random.normal([], seed=self.rng))
+        return super().perturb(gradients, info)
+
+    def on_apply(self, gradients, info):
+        self.drawn_again.assign(keras.random.normal([], seed=self.rng))
+        return gradients
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_perturb_assigns_stays_unless_the_update_is_skipped(
+    plan, use_plan
+):
+    use_plan(plan)
+    x = X.copy()
+    x[6] = np.nan
+    trainer = make_trainer(Remembering, make_mlp())
+    trainer.fit(x, Y, batch_size=4, shuffle=False, verbose=0)
+    assert (trainer.progress.updates, trainer.progress.skipped_updates) == (
+        2,
+        1,
+    )
+    assert float(trainer.moves.value) == 2.0
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_perturb_draws_other_numbers_than_on_apply(plan, use_plan):
+    use_plan(plan)
+    trainer = make_trainer(Remembering, make_mlp())
+    trainer.train_on_batch(X, Y)
+    assert float(trainer.drawn.value) != 0.0
+    assert float(trainer.drawn.value) != float(trainer.drawn_again.value)
+
+
+class DropsInputs(Trainer):
+    """Draws by a layer that is no part of the model, and moves to nowhere."""
+
+    def __init__(self, model, **options):
+        super().__init__(model, **options)
+        self.dropout = self.track(layers.Dropout(0.5, seed=3))
+
+    def on_micro_batch(self, batch, info):
+        return batch._replace(x=self.dropout(batch.x, training=True))
+
+    def perturb(self, gradients, info):
+        self.log("first_loss", info.loss)
+        return [0.0 * gradient for gradient in gradients]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_tracked_layer_draws_the_same_in_the_second_run(plan, use_plan):
+    use_plan(plan)
+    trainer = make_trainer(DropsInputs, make_mlp())
+    logs = trainer.fit(X, Y, batch_size=6, epochs=2, verbose=0).history
+    np.testing.assert_allclose(logs["first_loss"], logs["loss"], rtol=1e-5)
