@@ -1,7 +1,9 @@
 """What a Trainer answers: none of it trains."""
 
+import contextlib
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from accumtrainer import errors
@@ -26,6 +28,7 @@ from accumtrainer.training.fit_data import FitData
 from accumtrainer.training.fit_options import checked_steps
 from accumtrainer.training.rate_search import SearchOptions, search_rate
 from accumtrainer.training.signals import Interruption
+from accumtrainer.training.validation import metrics_kept
 from accumtrainer.window.hooks import Hooks
 
 
@@ -34,6 +37,7 @@ class Answers(Hooks):
 
     accumulation: Accumulation
     _engine: Engine
+    _loop: Any
     _loggers: tuple[Logger, ...] | None = None  # None outside a fit
 
     @property
@@ -201,7 +205,10 @@ class Answers(Hooks):
         dispatcher = self._dispatcher(
             callbacks, verbose, epochs=1, steps=source.batches_per_epoch
         )
-        with Interruption().deferred() as interruption:
+        with (
+            self._metrics_of_fit_kept(),
+            Interruption().deferred() as interruption,
+        ):
             logs = self._engine.evaluate(
                 source, dispatcher, rest=interruption.check
             )
@@ -406,6 +413,12 @@ class Answers(Hooks):
         return search_rate(
             self, self._engine, data, options, self._preprocessing
         )
+
+    def _metrics_of_fit_kept(self) -> AbstractContextManager:
+        """Keep what the metrics hold where a callback evaluates amid `fit`."""
+        if self._loop is None:
+            return contextlib.nullcontext()
+        return metrics_kept(self.model, self._engine.write_back)
 
     @property
     def _preprocessing(self) -> Preprocessing | None:

@@ -82,6 +82,19 @@ def test_validation_amid_an_epoch_leaves_its_metrics_alone():
     assert_same_weights(plain.model, validated.model, rtol=0, atol=0)
 
 
+def test_callback_that_evaluates_amid_an_epoch_leaves_its_metrics_alone():
+    class Evaluate(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            trainer.evaluate(X[:7], Y[:7], verbose=0)
+
+    histories = []
+    for callbacks in ([], [Evaluate()]):
+        trainer, _ = make_trainer(metrics=["mae"])
+        history = fit(trainer, epochs=2, callbacks=callbacks).history
+        histories.append([history["loss"], history["mae"]])
+    np.testing.assert_allclose(*histories, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("frequency", "epochs"), [(1, [0, 1, 2, 3]), (2, [1, 3]), ([1, 4], [0, 3])]
 )
