@@ -13,8 +13,8 @@ class KeepGradients(Trainer):
     optimizer clips them. They take as much memory as the trainable weights.
 
     Attributes:
-        kept_gradients: dict from the path of each trainable variable to a
-            `keras.Variable` with its gradient.
+        kept_gradients: dict from the path of each variable that is trainable
+            when the Trainer is made to a `keras.Variable` with its gradient.
 
     Raises:
         ValueError: the model is not built.
@@ -43,9 +43,15 @@ class KeepGradients(Trainer):
 
     def on_apply(self, gradients: list[Any], info: Any) -> list[Any]:
         """Keep the gradients, as they are."""
-        kept = self.kept_gradients.values()
-        for variable, gradient in zip(kept, gradients, strict=True):
-            variable.assign(gradient)
+        variables = self.model.trainable_variables
+        by_path = {
+            variable.path: gradient
+            for variable, gradient in zip(variables, gradients, strict=True)
+        }
+        for path, kept in self.kept_gradients.items():
+            # One that has been frozen since has none.
+            nothing = keras.ops.zeros(kept.shape, dtype="float32")
+            kept.assign(by_path.get(path, nothing))
         return gradients
 
     def kept_norms(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import pytest
 from quickest import JIT_COMPILE
 
 from accumtrainer import Accumulation, Every, Trainer
-from accumtrainer.callbacks import Checkpoint, Unfreeze
+from accumtrainer.callbacks import Checkpoint, KeepGradients, Unfreeze
 from accumtrainer.keras_api import keras, ops
 
 X = np.random.default_rng(0).normal(1.0, size=(24, 3)).astype("float32")
@@ -264,3 +264,28 @@ def test_members_of_several_optimizers_keep_what_is_theirs():
     momenta = [path for path in after if "base" in path and "momentum" in path]
     assert momenta and set(before) < set(after)
     assert list(before) == [p for p in after if p in before]
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_gradients_are_kept_beside_layers_that_are_unfrozen_or_frozen(
+    trainable,
+):
+    model = make_model()
+    model.get_layer("base").trainable = not trainable
+    trainer = KeepGradients(
+        model,
+        optimizer="sgd",
+        loss="mse",
+        accumulation=2,
+        seed=0,
+        jit_compile=JIT_COMPILE,
+    )
+    at = Every(1, "epochs")
+    fit(trainer, 2, callbacks=[Unfreeze(at, ["base"], trainable=trainable)])
+    kept = {
+        path.removeprefix("model/"): np.array(ops.convert_to_numpy(gradient))
+        for path, gradient in trainer.kept_gradients.items()
+    }
+    assert np.any(kept["head/kernel"])
+    assert ("base/kernel" in kept) == (not trainable)
+    assert not np.any(kept.get("base/kernel", 0.0))
