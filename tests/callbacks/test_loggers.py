@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from faulty import Fail
 from logged_points import (
     make_mlflow_logger,
     read_mlflow,
@@ -100,20 +101,6 @@ def trainer(begun):
     return trainer
 
 
-class Fail(keras.callbacks.Callback):
-    """Raises an error in the sixth update."""
-
-    looks_at_model = False
-
-    def __init__(self, error):
-        super().__init__()
-        self.error = error
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if batch == 5:
-            raise self.error
-
-
 class KilledError(Exception):
     pass
 
@@ -186,7 +173,7 @@ def test_last_point_is_always_written(kind, trainer, tmp_path):
 def test_error_leaves_what_was_before_it(kind, error, trainer, tmp_path):
     logger = kind.make(tmp_path, Every(2, "updates"))
     with pytest.raises(type(error)):
-        fit(logger, Fail(error), trainer=trainer)
+        fit(logger, Fail(error, update=5), trainer=trainer)
     assert values(kind.read(tmp_path), "loss").keys() == {2, 4, 5}
 
 

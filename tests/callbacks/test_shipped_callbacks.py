@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from faulty import Fail
 from logged_points import make_mlflow_logger
 from quickest import JIT_COMPILE
 
@@ -170,20 +171,6 @@ def files_in(folder):
     }
 
 
-class Fail(keras.callbacks.Callback):
-    """Raises an error in the fourth update."""
-
-    looks_at_model = False
-
-    def __init__(self, error):
-        super().__init__()
-        self.error = error
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if batch == 3:
-            raise self.error
-
-
 def test_every_shipped_callback_is_listed_here():
     assert set(NAMES) == set(SHIPPED), (
         "Every callback in accumtrainer.callbacks needs an entry in SHIPPED "
@@ -283,7 +270,7 @@ def test_state_goes_through_json_into_another_training(name, trainer, tmp_path):
 def test_callback_is_closed_on_errors(name, error, trainer, tmp_path):
     callback = SHIPPED[name].make(tmp_path)
     with pytest.raises(type(error)):
-        train(trainer, callback, Fail(error))
+        train(trainer, callback, Fail(error, update=3))
     after = files_in(tmp_path)
     # All that was to be written has been, and nothing is left open.
     callback.on_train_end({})

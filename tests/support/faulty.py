@@ -55,3 +55,18 @@ class KeepsWeights(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         self.seen.append(values_of(self.told_trainer))
+
+
+class Fail(keras.callbacks.Callback):
+    """Raises an error before an update of each epoch, counted from 0."""
+
+    looks_at_model = False
+
+    def __init__(self, error, update):
+        super().__init__()
+        self.error = error
+        self.update = update
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == self.update:
+            raise self.error

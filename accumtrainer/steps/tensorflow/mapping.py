@@ -52,6 +52,8 @@ def _vectorized(
         results = run(items)
         operations = graph.get_operations()[before:]
         if any("While" in operation.type for operation in operations):
+            # What TensorFlow cannot vectorize ends in an error too; rows then
+            # run one by one, below.
             raise NotImplementedError(LOOPS)
         return results
 
