@@ -116,3 +116,23 @@ def _(
 ) -> torch.Tensor:
     del seed
     return torch.empty_like(_run(index, inputs))
+
+
+@_draw.register_vmap
+def _(
+    info: Any,
+    in_dims: tuple,
+    seed: torch.Tensor,
+    inputs: list[torch.Tensor],
+    index: int,
+) -> tuple[torch.Tensor, int]:
+    along, dims, _ = in_dims
+    rows = []
+    for row in range(info.batch_size):
+        own = seed if along is None else seed.select(along, row)
+        given = [
+            tensor if dim is None else tensor.select(dim, row)
+            for tensor, dim in zip(inputs, dims, strict=True)
+        ]
+        rows.append(torch.ops.accumtrainer.draw(own, given, index))
+    return torch.stack(rows), 0
