@@ -27,13 +27,14 @@ from accumtrainer.steps.torch.gradients import (
     map_rows,
 )
 from accumtrainer.steps.torch.graphs import record_branch
-from accumtrainer.steps.torch.programs import Holder, Program, to_tensor
+from accumtrainer.steps.torch.programs import Holder, Program
 from accumtrainer.steps.torch.replicas import TorchReplicas
 from accumtrainer.steps.torch.scopes import Copied, Pending, innermost
 from accumtrainer.steps.torch.seeds import (
     draw_from_own_states,
     recorded_draws,
 )
+from accumtrainer.steps.torch.tensors import to_tensor
 from accumtrainer.window.weighing import Shares
 
 

@@ -14,7 +14,9 @@ Objective = Callable[..., tuple[Tensor, Nest]]
 
 
 def gradients(
-    objective: Objective, variables: Sequence[Variable], values: Sequence[Tensor]
+    objective: Objective,
+    variables: Sequence[Variable],
+    values: Sequence[Tensor],
 ) -> tuple[Nest, list[Tensor | None]]:
     """Differentiate a scalar; see `WindowBackend.value_and_grad`.
 
@@ -34,7 +36,9 @@ def gradients(
 
 
 def gradients_of_rows(
-    objective: Objective, variables: Sequence[Variable], values: Sequence[Tensor]
+    objective: Objective,
+    variables: Sequence[Variable],
+    values: Sequence[Tensor],
 ) -> tuple[Nest, list[Tensor | None]]:
     """Differentiate a scalar inside of `map_rows`; unused ones are zeros."""
     count = len(variables)

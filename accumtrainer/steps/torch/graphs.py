@@ -47,17 +47,14 @@ MOST_CONSTANT = 4096
 """How many elements a tensor may have that is kept and not made anew."""
 
 
-@torch.library.custom_op("accumtrainer::mark", mutates_args=())
-def mark(predicate: torch.Tensor, part: int) -> None:
-    """Mark where a branch is, while a function is recorded."""
+def _mark(predicate: torch.Tensor, part: int) -> None:
     raise AssertionError(f"a mark is not run: {predicate}, {part}")
 
 
-@mark.register_fake
-def _(predicate: torch.Tensor, part: int) -> None:
-    del predicate, part
-
-
+_operation = torch.library.custom_op(
+    "accumtrainer::mark", _mark, mutates_args=()
+)
+_operation.register_fake(lambda predicate, part: None)
 MARK = torch.ops.accumtrainer.mark.default
 fx.node.has_side_effect(MARK)
 
@@ -178,10 +175,9 @@ class _Pieces:
             predicate, part = node.args
             if part != IF:
                 break  # who has begun it goes on behind it
-            ways = tuple(
-                _Pieces(module, nodes, compiles=compiles) for _ in range(2)
-            )
-            self._pieces.append(_Branch(predicate, ways))
+            on_true = _Pieces(module, nodes, compiles=compiles)
+            on_false = _Pieces(module, nodes, compiles=compiles)
+            self._pieces.append(_Branch(predicate, (on_true, on_false)))
         if row:
             self._pieces.append(_Run(module, row))
 

@@ -5,18 +5,17 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-import numpy as np
 import optree
 import torch
 
 from accumtrainer import errors
-from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.types import Nest, Tensor, Variable
 from accumtrainer.steps.backend import HasVariables
 from accumtrainer.steps.torch.graphs import Graph
 from accumtrainer.steps.torch.scopes import Memory, Pending
+from accumtrainer.steps.torch.tensors import to_tensor
 
 MOST_SHAPES = 8
 """For how many sets of shapes a function is recorded."""
@@ -79,24 +78,22 @@ class Program:
         self._recorded: dict[tuple, Recording | None] = {}
 
     def __call__(self, *arguments: Nest) -> Nest:
-        leaves, treedef = optree.tree_flatten(arguments)
+        leaves, treedef = optree.tree_flatten(cast(Any, arguments))
         leaves = list(map(to_tensor, leaves))
         memory = self._holder.memory
         if self._recording is not None:
             recorded = self._find(leaves, treedef)
             if recorded is not None:
                 return recorded.run(memory, leaves)
-        arguments = optree.tree_unflatten(treedef, leaves)
+        tensors: Any = optree.tree_unflatten(treedef, leaves)
         with torch.no_grad(), Pending(memory) as scope:
-            result = self._function(*arguments)
+            result = self._function(*tensors)
             result = optree.tree_map(functools.partial(_own, memory), result)
         for variable, value in scope.write():
             variable.assign(value)
         return result
 
-    def _find(
-        self, leaves: list[Tensor], treedef: Any
-    ) -> "Recording | None":
+    def _find(self, leaves: list[Tensor], treedef: Any) -> "Recording | None":
         """Return what was recorded for such arguments, or record it."""
         variables = self._holder.variables
         if self._variables is not variables:
@@ -108,9 +105,8 @@ class Program:
                 self._recorded[key] = self._record(leaves, treedef)
         return self._recorded[key]
 
-    def _record(
-        self, leaves: list[Tensor], treedef: Any
-    ) -> "Recording | None":
+    def _record(self, leaves: list[Tensor], treedef: Any) -> "Recording | None":
+        assert self._recording is not None
         further: list[Variable] = []
         try:
             with torch.no_grad(), self._recording():
@@ -123,17 +119,12 @@ class Program:
                         return Recording(graph, recorder.structure, further)
                     further += recorder.missing
         except Exception as error:
-            if DEBUG:
-                print("NOT RECORDED", self._function, type(error), str(error)[:500])
             reason = f"{type(error).__name__}: {error}".split("\n")[0]
         if self._compiles:
             warnings.warn(
                 errors.WITHOUT_TORCH_COMPILE.format(error=reason), stacklevel=2
             )
         return None
-
-
-DEBUG = bool(__import__("os").environ.get("DEBUG_REC"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,25 +191,3 @@ def _own(memory: Memory, leaf: Any) -> Any:
     """Copy a result that is a variable's memory, which is written to."""
     is_tensor = isinstance(leaf, torch.Tensor)
     return leaf.clone() if is_tensor and memory.holds(leaf) else leaf
-
-
-def to_tensor(leaf: Any) -> Tensor:
-    """Make a tensor of an array, which shares its memory where it can."""
-    if isinstance(leaf, torch.Tensor):
-        return leaf
-    if not isinstance(leaf, np.ndarray) or not _can_share(leaf):
-        return ops.convert_to_tensor(leaf)
-    return torch.from_numpy(leaf).to(default_device())
-
-
-def _can_share(array: np.ndarray) -> bool:
-    # PyTorch computes little with unsigned integers, and warns where memory
-    # is not to be written to.
-    is_known = array.dtype.kind in "ifb" or array.dtype == np.uint8
-    return is_known and array.dtype.isnative and array.flags.writeable
-
-
-@functools.cache
-def default_device() -> torch.device:
-    """Return the device on which Keras puts tensors."""
-    return ops.zeros(()).device

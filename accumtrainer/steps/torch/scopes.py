@@ -142,7 +142,10 @@ class Pending(keras.StatelessScope):
         """
         unknown = []
         for variable, value in self.updates():
-            target = self._before and self._before.get_current_value(variable)
+            before = self._before
+            target = (
+                None if before is None else before.get_current_value(variable)
+            )
             if target is None:
                 unknown.append((variable, value))
             elif target is not value:

@@ -100,7 +100,9 @@ def emitted(
     """
     writer = _Writer(module)
     lines = [f"def run({', '.join(map(writer.name, reads))}):"]
-    last = {n: row for row, node in enumerate(nodes) for n in node.all_input_nodes}
+    last = {
+        n: row for row, node in enumerate(nodes) for n in node.all_input_nodes
+    }
     kept, row = {*makes}, 0
     for group in _groups(nodes):
         lines.append(f"    {writer.line(group)}")
