@@ -49,6 +49,13 @@ if BACKEND == "tensorflow":
         """Count the graphs there are; one holds all that was traced."""
         return sum(issubclass(type(o), tf.Graph) for o in gc.get_objects())
 
+elif BACKEND == "torch":
+    from accumtrainer.steps.torch.graphs import Graph
+
+    def count_what_is_kept():
+        """Count the programs there are."""
+        return sum(issubclass(type(o), Graph) for o in gc.get_objects())
+
 elif BACKEND == "jax":
     import jax
 
@@ -255,6 +262,10 @@ class Shortage:
             import jax
 
             return jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
+        if BACKEND == "torch":
+            import torch
+
+            return torch.OutOfMemoryError("injected")
         import tensorflow as tf
 
         return tf.errors.ResourceExhaustedError(None, None, "injected")

@@ -1,8 +1,10 @@
-"""How much memory PyTorch uses on its devices."""
+"""How much memory PyTorch uses, on its devices or for its tensors."""
 
+import weakref
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 OUT_ON_CPU = "DefaultCPUAllocator: "
 
@@ -55,3 +57,42 @@ class DevicePeak:
             torch.accelerator.max_memory_allocated(device) - before
             for device, before in self._before.items()
         )
+
+
+class TensorPeak(TorchDispatchMode):
+    """Measures how many bytes the tensors take that are made inside of it.
+
+    On a processor PyTorch does not tell what is in use, and keeps what it has
+    had.
+
+    Attributes:
+        bytes: int, at most.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._now = 0
+        self._known: weakref.WeakSet = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        result = function(*args, **(kwargs or {}))
+        results = result if isinstance(result, (list, tuple)) else [result]
+        for tensor in results:
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor.untyped_storage())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._known:
+            return
+        self._known.add(storage)
+        self._now += storage.nbytes()
+        self.bytes = max(self.bytes, self._now)
+        weakref.finalize(storage, self._forget, storage.nbytes())
+
+    def _forget(self, count: int) -> None:
+        self._now -= count
