@@ -181,7 +181,9 @@ def test_table_shows_what_rematerialization_saves():
         return row.peak_bytes
 
     kept = 6 * 1024 * 512 * 4  # one array for each wide layer
-    assert peak(None) - peak("activations") > 0.8 * kept
+    # On PyTorch Keras keeps what an activation is given, and saves nothing.
+    mode = "full" if BACKEND == "torch" else "activations"
+    assert peak(None) - peak(mode) > 0.8 * kept
 
 
 def test_whole_batch_is_one_micro_batch_where_it_fits(data, capsys):

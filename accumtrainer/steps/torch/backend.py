@@ -33,7 +33,7 @@ from accumtrainer.steps.torch.seeds import (
     draw_from_own_states,
     recorded_draws,
 )
-from accumtrainer.steps.torch.tensors import to_tensor
+from accumtrainer.steps.torch.tensors import default_device, to_tensor
 from accumtrainer.window.weighing import Shares
 
 
@@ -79,7 +79,7 @@ class TorchBackend(Backend):
         return "streamed", False
 
     def has_accelerator(self) -> bool:
-        return torch.accelerator.is_available()
+        return default_device().type != "cpu"
 
     @property
     def compiles_evaluation(self) -> bool:
@@ -268,8 +268,8 @@ class TorchBackend(Backend):
         held = sum(v.value.nbytes for v in variables)
         try:
             run()  # records
-            on_device = self.has_accelerator()
-            with memory.DevicePeak() if on_device else memory.TensorPeak() as p:
+            devices = memory.devices()
+            with memory.DevicePeak() if devices else memory.TensorPeak() as p:
                 run()
         finally:
             backup.put_back()

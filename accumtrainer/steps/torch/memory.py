@@ -10,21 +10,19 @@ OUT_ON_CPU = "DefaultCPUAllocator: "
 
 
 def devices() -> list[int]:
-    """List the numbers of the devices other than the processor."""
-    if not torch.accelerator.is_available():
-        return []
-    return list(range(torch.accelerator.device_count()))
+    """List the numbers of the devices that tell what is in use."""
+    return list(range(torch.cuda.device_count()))
 
 
 def limit_bytes() -> int | None:
     """Nine tenths of the smallest device's memory, `None` on a processor."""
-    totals = [torch.accelerator.get_memory_info(d)[1] for d in devices()]
+    totals = [torch.cuda.mem_get_info(d)[1] for d in devices()]
     return 9 * min(totals) // 10 if totals else None
 
 
 def peak_bytes() -> int | None:
     """Most bytes in use so far on the fullest device."""
-    peaks = map(torch.accelerator.max_memory_allocated, devices())
+    peaks = map(torch.cuda.max_memory_allocated, devices())
     return max(peaks, default=None)
 
 
@@ -48,13 +46,13 @@ class DevicePeak:
     def __enter__(self) -> "DevicePeak":
         self._before = {}
         for device in devices():
-            torch.accelerator.reset_peak_memory_stats(device)
-            self._before[device] = torch.accelerator.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            self._before[device] = torch.cuda.memory_allocated(device)
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.bytes = max(
-            torch.accelerator.max_memory_allocated(device) - before
+            torch.cuda.max_memory_allocated(device) - before
             for device, before in self._before.items()
         )
 
