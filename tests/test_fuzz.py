@@ -20,7 +20,7 @@ def test_random_program_trains_as_in_keras(seed):
     assert result.verdict == "same", result.text
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
+@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
 def test_seed_always_draws_the_same_program(backend):
     assert case_of(3, backend) == case_of(3, backend)
     assert case_of(3, backend) != case_of(4, backend)

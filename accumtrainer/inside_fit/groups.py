@@ -209,7 +209,7 @@ def _cast(leaf: Any) -> Any:
 @functools.cache
 def _differs(dtype: Any, floatx: str) -> bool:
     """Tell floats of another type; by name, as NumPy knows no bfloat16."""
-    name = keras.backend.standardize_dtype(dtype)
+    name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
     return "float" in name and name != floatx
 
 

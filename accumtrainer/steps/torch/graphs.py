@@ -244,6 +244,9 @@ def _tidy(module: fx.GraphModule) -> None:
     changed = _changed(graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and node not in changed:
+            if node.target is aten.view.default:
+                # Memory may lie otherwise than foretold while recording.
+                node.target = aten.reshape.default
             if node.target is aten.mul.Tensor and _is_times_one(node, changed):
                 node.replace_all_uses_with(node.args[0])
                 graph.erase_node(node)

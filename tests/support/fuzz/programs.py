@@ -113,7 +113,7 @@ def case_of(seed, backend):
 
     Args:
         seed: int.
-        backend: `"tensorflow"` or `"jax"`.
+        backend: `"tensorflow"`, `"jax"` or `"torch"`.
 
     Returns:
         `Case`.
