@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import signal
 import sys
 import threading
 import time
@@ -71,7 +72,8 @@ class WandbLogger(Tracker):
 
     At SIGTERM the running update is finished, W&B is told that the run is
     preempted, so that the agent of a sweep can run it again, and `fit` raises
-    `Preempted`, which ends the program and the run with status 143.
+    `Preempted`, which ends the program and the run with status 143. Where the
+    program has a handler of its own for SIGTERM, that one is called instead.
 
     A run that was started here is finished when training ends; a second
     `fit` continues it. A run that was handed in, or was active already, is
@@ -114,7 +116,6 @@ class WandbLogger(Tracker):
 
     tool = "W&B"
     starter = "wandb.init"
-    signals = ("SIGTERM",)
     _run_id: str | None
     _background: Any
 
@@ -150,6 +151,15 @@ class WandbLogger(Tracker):
     def run(self) -> Any:
         """The `wandb.Run`; `None` before W&B has answered."""
         return self._wandb.run if self._wandb else self._given_run
+
+    @property
+    def signals(self) -> tuple[str, ...]:
+        """SIGTERM, unless the user has a handler of his own for it.
+
+        Looked up when a `fit` begins, which is why it is no plain attribute.
+        """
+        handler = signal.getsignal(signal.SIGTERM)
+        return ("SIGTERM",) if handler == signal.SIG_DFL else ()
 
     # What every logger does.
 
