@@ -14,6 +14,7 @@ from accumtrainer.callbacks.profile import Profile
 from accumtrainer.callbacks.run_log import RunLog
 from accumtrainer.callbacks.tensorboard_logger import TensorBoardLogger
 from accumtrainer.callbacks.throughput import Throughput
+from accumtrainer.callbacks.trackio_logger import TrackioLogger
 from accumtrainer.callbacks.training_plot import TrainingPlot
 from accumtrainer.callbacks.unfreeze import Unfreeze
 from accumtrainer.callbacks.wandb_logger import WandbLogger
@@ -32,6 +33,7 @@ __all__ = [
     "RunLog",
     "TensorBoardLogger",
     "Throughput",
+    "TrackioLogger",
     "TrainingPlot",
     "Unfreeze",
 ]

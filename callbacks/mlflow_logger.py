@@ -1,19 +1,15 @@
 """A logger that sends points to MLflow."""
 
-import inspect
 import re
-import sys
 import time
-import warnings
+from collections.abc import Callable
 from typing import Any
 
-from accumtrainer import Every, Logger
+from accumtrainer import Every
 from accumtrainer.callbacks.background import Background
 from accumtrainer.callbacks.description import describe_training
 from accumtrainer.callbacks.scalars import as_scalars
-
-MOST_UNREAD_POINTS = 200
-"""Points that may wait with their numbers on the device."""
+from accumtrainer.callbacks.tracker import Tracker
 
 MOST_PARAMS = 100
 MOST_CHARACTERS = 500
@@ -22,18 +18,13 @@ MOST_CHARACTERS = 500
 UNNAMEABLE = re.compile(r"[^\w\-. :/]")
 """What MLflow does not allow in a name."""
 
-REFUSED = "MLflow did not take everything ({reason}). Training goes on."
-TOO_SLOW = (
-    "MLflow takes points more slowly than they come, and some were left out. "
-    "Training goes on. A larger `every` makes fewer points."
-)
 UNFINISHED = (
     "MLflow did not take the last points within close_secs={secs:g} seconds; "
     "they are left out. Give it more."
 )
 
 
-class MLflowLogger(Logger):
+class MLflowLogger(Tracker):
     """Send points to MLflow; training does not wait for it.
 
     Points are handed to a thread of their own. Each number is a metric of that
@@ -73,6 +64,11 @@ class MLflowLogger(Logger):
         Every(n=10, unit='updates')
     """
 
+    tool = "MLflow"
+    starter = "mlflow.start_run"
+    _run_id: str | None
+    _background: Any
+
     def __init__(
         self,
         experiment: str | None = None,
@@ -81,17 +77,10 @@ class MLflowLogger(Logger):
         close_secs: float = 60.0,
         **run_options: Any,
     ):
-        super().__init__(every)
+        super().__init__(every, run_options, close_secs)
         self.experiment = experiment
-        self.close_secs = close_secs
-        self._options = run_options
-        self._run_id: str | None = None
-        self._last_updates = -1
-        self._is_resumed = False
         self._is_started_here = False
         self._client: Any = None
-        self._background: Background | None = None
-        self._has_warned = False
         # By name, the updates that a resumed run has metrics of.
         self._present: dict[str, set[int]] = {}
 
@@ -100,71 +89,28 @@ class MLflowLogger(Logger):
         """The id of the run in MLflow; `None` before the first update."""
         return self._run_id
 
-    def open(self) -> None:
-        mlflow = import_mlflow()
-        known = inspect.signature(mlflow.start_run).parameters
-        unknown = sorted(set(self._options) - set(known))
-        if unknown:
-            raise TypeError(
-                "MLflowLogger must get its own options and those of "
-                f"mlflow.start_run. Received: {', '.join(unknown)}. "
-                f"mlflow.start_run has {', '.join(known)}."
-            )
-        self._outer_error = sys.exc_info()[1]
-        self._has_warned = False
-        self._present = {}
-        # A resume amid an epoch says already before which run it is, and then
-        # the Trainer has not been put back yet.
-        is_behind = self.trainer.progress.updates < self._last_updates
-        if is_behind and not self._is_resumed:
-            self._run_id, self._last_updates = None, -1  # another training
+    def get_starter(self) -> Callable[..., Any]:
+        start_run: Callable[..., Any] = import_mlflow().start_run
+        return start_run
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        super().on_epoch_begin(epoch, logs)
-        # Not earlier: a resume says in between which run it is.
-        if self._is_open and self._background is None:
-            self._start()
-
-    def write(self, updates: int, numbers: dict[str, Any]) -> None:
-        if self._background is None:
-            self._start()  # the last point of a run that has nothing left
-        assert self._background is not None
-        self._last_updates = updates
-        if self._background.waiting >= MOST_UNREAD_POINTS:
-            numbers = dict(numbers.items())
-        milliseconds = round(time.time() * 1000)
-        if not self._background.do(
-            self._log_metrics, updates, numbers, milliseconds
-        ):
-            self._warn_once(TOO_SLOW)
-        self._warn_of_failures(self._background)
+    def send_point(self, updates: int, numbers: dict[str, Any]) -> None:
+        self._send(self._log_metrics, updates, numbers, time.time())
 
     def close(self) -> None:
         if self._background is not None:
             self._finish()
         self._is_resumed = False
 
-    def get_state(self) -> dict[str, Any]:
-        state = super().get_state()  # may write a point
-        return state | {
-            "run_id": self._run_id,
-            "last_updates": self._last_updates,
-        }
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        super().set_state(state)
-        self._run_id = state["run_id"]
-        self._last_updates = state["last_updates"]
-        self._is_resumed = True
-
-    def _start(self) -> None:
+    def start(self) -> None:
         """Start the run, or go on with it; errors of the user come up here."""
         mlflow = import_mlflow()
+        self._present = {}
         self._client = mlflow.MlflowClient()
         active = mlflow.active_run()
         self._is_started_here = active is None
         is_new = self._run_id is None
         if active is not None:
+            is_new = active.info.run_id != self._run_id
             self._run_id = active.info.run_id
         elif is_new:
             self._run_id = mlflow.start_run(**self._run_options()).info.run_id
@@ -181,8 +127,7 @@ class MLflowLogger(Logger):
     def _finish(self) -> None:
         assert self._background is not None
         background, self._background = self._background, None
-        error = sys.exc_info()[1]
-        status = "FINISHED" if error is self._outer_error else "FAILED"
+        status = "FINISHED" if self._failure() is None else "FAILED"
         is_done = background.finish(self.close_secs, lambda: None)
         self._warn_of_failures(background)
         if not is_done:
@@ -215,10 +160,11 @@ class MLflowLogger(Logger):
             self._client.log_batch(self._run_id, params=some)
 
     def _log_metrics(
-        self, updates: int, numbers: dict[str, Any], milliseconds: int
+        self, updates: int, numbers: dict[str, Any], seconds: float
     ) -> None:
         from mlflow.entities import Metric
 
+        milliseconds = round(seconds * 1000)
         metrics = [
             Metric(_nameable(name), value, milliseconds, updates)
             for name, value in as_scalars(numbers).items()
@@ -233,19 +179,6 @@ class MLflowLogger(Logger):
             history = self._client.get_metric_history(self._run_id, name)
             self._present[name] = {metric.step for metric in history}
         return self._present[name]
-
-    # What goes wrong.
-
-    def _warn_of_failures(self, background: Background) -> None:
-        if background.failures:
-            failure = background.failures[0]
-            reason = str(failure) or type(failure).__name__
-            self._warn_once(REFUSED.format(reason=reason))
-
-    def _warn_once(self, message: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def import_mlflow() -> Any:

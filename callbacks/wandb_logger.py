@@ -1,20 +1,20 @@
 """A logger that sends points to Weights & Biases."""
 
-import inspect
 import os
 import secrets
+import signal
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-from accumtrainer import Every, Logger, Preempted
+from accumtrainer import Every, Preempted
 from accumtrainer.callbacks.background import Background
 from accumtrainer.callbacks.best_values import BestValues
 from accumtrainer.callbacks.description import describe_training
+from accumtrainer.callbacks.tracker import Tracker
 from accumtrainer.callbacks.wandb_checkpoints import SentCheckpoints
 from accumtrainer.callbacks.wandb_rows import import_wandb
 from accumtrainer.callbacks.wandb_run import WandbRun
@@ -23,9 +23,6 @@ from accumtrainer.callbacks.wandb_watch import WATCHED, Watch
 GATHER_SECS = 1.0
 """How long points are gathered; W&B pays two to three times for one alone."""
 
-MOST_UNREAD_POINTS = 200
-"""Points that may wait with their numbers on the device."""
-
 START_SECS = 10.0
 TYPING_SECS = 60.0
 """How long a person may take to type an API key."""
@@ -33,11 +30,6 @@ TYPING_SECS = 60.0
 UNREACHABLE = (
     "W&B could not be reached ({reason}). Training goes on, and the run is "
     "kept in {folder}. Upload it with: wandb sync --id {run_id} {folder}"
-)
-REFUSED = "W&B did not take everything ({reason}). Training goes on."
-TOO_SLOW = (
-    "W&B takes points more slowly than they come, and some were left out. "
-    "Training goes on. A larger `every` makes fewer points."
 )
 UNFINISHED = (
     "W&B did not finish within close_secs={secs:g} seconds. Its own folder "
@@ -50,7 +42,7 @@ ANOTHER_RUN = (
 )
 
 
-class WandbLogger(Logger):
+class WandbLogger(Tracker):
     """Send points to W&B; training does not wait for it.
 
     Points are handed to a thread of their own, which gathers them for a
@@ -80,7 +72,8 @@ class WandbLogger(Logger):
 
     At SIGTERM the running update is finished, W&B is told that the run is
     preempted, so that the agent of a sweep can run it again, and `fit` raises
-    `Preempted`, which ends the program and the run with status 143.
+    `Preempted`, which ends the program and the run with status 143. Where the
+    program has a handler of its own for SIGTERM, that one is called instead.
 
     A run that was started here is finished when training ends; a second
     `fit` continues it. A run that was handed in, or was active already, is
@@ -121,7 +114,10 @@ class WandbLogger(Logger):
         Every(n=10, unit='updates')
     """
 
-    signals = ("SIGTERM",)
+    tool = "W&B"
+    starter = "wandb.init"
+    _run_id: str | None
+    _background: Any
 
     def __init__(
         self,
@@ -136,53 +132,45 @@ class WandbLogger(Logger):
         close_secs: float = 60.0,
         **init_options: Any,
     ):
-        super().__init__(every)
+        super().__init__(every, init_options, close_secs)
         _check_options(run, project, init_options, watch, watch_every, best)
         if project is not None:
             init_options["project"] = project
         self.watch = watch
         self.watch_every = watch_every or Every(100, "updates")
         self._watch = Watch(watch, self.watch_every)
-        self.close_secs = close_secs
         # Weights are read in a hook, gradients too.
         self.looks_at_model = watch is not None
         self._given_run = run
-        self._options = init_options
         self._best = BestValues(best or {})
         self._sent_checkpoints = SentCheckpoints(log_checkpoints)
         self._sent_plan: str | None = None
-        self._run_id: str | None = None
-        self._last_updates = -1
-        self._is_resumed = False
         self._wandb: Any = None
-        self._background: Any = None
-        self._has_warned = False
 
     @property
     def run(self) -> Any:
         """The `wandb.Run`; `None` before W&B has answered."""
         return self._wandb.run if self._wandb else self._given_run
 
+    @property
+    def signals(self) -> tuple[str, ...]:
+        """SIGTERM, unless the user has a handler of his own for it.
+
+        Looked up when a `fit` begins, which is why it is no plain attribute.
+        """
+        handler = signal.getsignal(signal.SIGTERM)
+        return ("SIGTERM",) if handler == signal.SIG_DFL else ()
+
     # What every logger does.
 
-    def open(self) -> None:
-        wandb = import_wandb()
-        _check_init_options(wandb, self._options)
-        self._watch.start(self.trainer)
-        self._outer_error = sys.exc_info()[1]
-        self._has_warned = False
-        self._sent_checkpoints.start()
-        # Amid an epoch, a resume says which run it is before the counters are
-        # put back.
-        is_behind = self.trainer.progress.updates < self._last_updates
-        if is_behind and not self._is_resumed:
-            self._run_id, self._last_updates = None, -1  # another training
+    def get_starter(self) -> Callable[..., Any]:
+        init: Callable[..., Any] = import_wandb().init
+        return init
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        super().on_epoch_begin(epoch, logs)
-        # Not earlier: a resume says in between which run it is.
-        if self._is_open and self._background is None:
-            self._start()
+    def open(self) -> None:
+        super().open()
+        self._watch.start(self.trainer)
+        self._sent_checkpoints.start()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         super().on_train_batch_end(batch, logs)
@@ -192,26 +180,18 @@ class WandbLogger(Logger):
         if seen is not None:
             self._send(self._wandb.log_media, *seen, time.time())
 
-    def write(self, updates: int, numbers: dict[str, Any]) -> None:
-        if self._background is None:
-            self._start()  # the last point of a run that has nothing left
-        self._last_updates = updates
+    def send_point(self, updates: int, numbers: dict[str, Any]) -> None:
         best = {}
         if self._best.concerns(numbers):
             best = self._best.update({"updates": updates} | numbers)
-        if self._background.waiting >= MOST_UNREAD_POINTS:
-            numbers = dict(numbers)
-        # Reading takes 0.2 ms, which the thread has and training has not.
         self._send(self._wandb.log, updates, numbers, best, time.time())
         self._send_plan_if_changed()
-        self._warn_of_failures()
 
     def write_media(self, updates: int, name: str, value: Any) -> None:
-        if self._background is None:
-            self._start()
+        background = self._begin()
         media = {name: value}
         self._send(self._wandb.log_media, updates, lambda: media, time.time())
-        self._warn_of_failures()
+        self._warn_of_failures(background)
 
     def on_safe_point(self, reason: str, logs: Any = None) -> None:
         if self._is_open and self._background is not None:
@@ -223,12 +203,10 @@ class WandbLogger(Logger):
             return
         self._send_new_checkpoints(is_last=True)
         background, self._background = self._background, None
-        failure = sys.exc_info()[1]
+        failure = self._failure()
         if isinstance(failure, Preempted):
             background.do(self._wandb.mark_preempting)
-        exit_code = _exit_code(
-            None if failure is self._outer_error else failure
-        )
+        exit_code = _exit_code(failure)
         is_finished = background.finish(
             self.close_secs, self._wandb.finish, exit_code
         )
@@ -241,21 +219,14 @@ class WandbLogger(Logger):
         if self._background is not None:
             # A resume from here does not make these points again.
             self._background.hurry()
-        return state | {
-            "run_id": self._run_id,
-            "last_updates": self._last_updates,
-            "best": self._best.values,
-        }
+        return state | {"best": self._best.values}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        super().set_state(state)
         run_id = state["run_id"]
         if run_id is not None:
             self._check_same_run(run_id)
-        self._run_id = run_id
-        self._last_updates = state["last_updates"]
+        super().set_state(state)
         self._best.values = dict(state["best"])
-        self._is_resumed = True
 
     # What this one does besides.
 
@@ -282,7 +253,7 @@ class WandbLogger(Logger):
             self._write_what_was_due()
             self._background.wait(START_SECS)
 
-    def _start(self) -> None:
+    def start(self) -> None:
         is_continued = self._run_id is not None
         options = self._init_options()
         self._wandb = WandbRun(self._given_run, options, _counter(self))
@@ -300,7 +271,7 @@ class WandbLogger(Logger):
             self._background.finish(self.close_secs, self._wandb.finish, 1)
             self._background = None
             raise failure
-        self._warn_of_failures()
+        self._warn_of_failures(self._background)
 
     def _begin_run(self, config: dict[str, Any], is_continued: bool) -> None:
         """Start the run; called in the thread."""
@@ -352,12 +323,7 @@ class WandbLogger(Logger):
             self._sent_plan = plan
             self._send(self._wandb.update_config, {"plan": str(plan)})
 
-    def _send(self, function: Callable[..., Any], *arguments: Any) -> None:
-        if not self._background.do(function, *arguments):
-            self._warn_once(TOO_SLOW)
-
-    def _warn_of_failures(self, background: Background | None = None) -> None:
-        background = background or self._background
+    def _warn_of_failures(self, background: Background) -> None:
         if self._wandb.trouble is not None:
             self._warn_once(
                 UNREACHABLE.format(
@@ -366,15 +332,8 @@ class WandbLogger(Logger):
                     run_id=self._run_id or self._wandb.run.id,
                 )
             )
-        elif background.failures:
-            failure = background.failures[0]
-            reason = str(failure) or type(failure).__name__
-            self._warn_once(REFUSED.format(reason=reason))
-
-    def _warn_once(self, message: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        else:
+            super()._warn_of_failures(background)
 
 
 def _counter(logger: Any) -> Callable[[], int | None]:
@@ -445,15 +404,4 @@ def _check_options(
         raise ValueError(
             "best must map names to 'min' or 'max'. Received: "
             f"best={wrong!r}. Write for example {{'val_bleu': 'max'}}."
-        )
-
-
-def _check_init_options(wandb: Any, options: dict[str, Any]) -> None:
-    known = inspect.signature(wandb.init).parameters
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise TypeError(
-            "WandbLogger must get its own options and those of wandb.init. "
-            f"Received: {', '.join(unknown)}. wandb.init has "
-            f"{', '.join(known)}."
         )

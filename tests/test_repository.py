@@ -49,6 +49,7 @@ OPTIONAL_TOOLS = {
     "matplotlib",
     "mlflow",
     "tensorboard",
+    "trackio",
     "wandb",
 }
 

@@ -14,9 +14,11 @@ import pytest
 from faulty import Fail
 from logged_points import (
     make_mlflow_logger,
+    make_trackio_logger,
     read_mlflow,
     read_run_log,
     read_tensorboard,
+    read_trackio,
     read_wandb,
 )
 from pointed import Points, X, Y, fit, make_trainer
@@ -58,6 +60,12 @@ LOGGERS = {
     "TensorBoardLogger": Kind(
         make=lambda folder, every: callbacks.TensorBoardLogger(folder, every),
         read=read_tensorboard,
+    ),
+    "TrackioLogger": Kind(
+        make=make_trackio_logger,
+        read=read_trackio,
+        # It has one folder per process; see its own tests.
+        continues=False,
     ),
     "WandbLogger": Kind(
         make=lambda folder, every: callbacks.WandbLogger(

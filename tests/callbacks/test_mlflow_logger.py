@@ -1,6 +1,7 @@
 """Claims about MLflowLogger: one run for a training, whatever befalls it."""
 
 import pytest
+from faulty import Fail
 from logged_points import make_mlflow_logger, mlflow_runs, read_mlflow
 from pointed import X, Y, fit, make_trainer
 
@@ -9,17 +10,6 @@ from accumtrainer.callbacks import Checkpoint
 from accumtrainer.keras_api import BACKEND, keras
 
 mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed")
-
-
-class Fail(keras.callbacks.Callback):
-    """Raises an error in the third update of the second epoch."""
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if (self.params["epoch"], batch) == (1, 2):
-            raise RuntimeError("fire")
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.params["epoch"] = epoch
 
 
 def updates_of(folder, name):
@@ -66,6 +56,15 @@ def test_active_run_gets_the_points_and_is_left_active(tmp_path):
     assert updates_of(tmp_path, "loss") == [6]
 
 
+def test_run_that_is_active_for_a_second_fit_says_what_was_configured(tmp_path):
+    logger, trainer = make_mlflow_logger(tmp_path), make_trainer()
+    fit(logger, trainer=trainer)
+    with mlflow.start_run():
+        fit(logger, trainer=trainer)
+    for run in mlflow_runs(tmp_path)[1]:
+        assert run.data.params["backend"] == BACKEND
+
+
 def test_what_a_callback_logs_besides_goes_to_the_run(tmp_path):
     class Log(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -91,7 +90,7 @@ def test_resume_continues_the_run_and_repeats_no_point(tmp_path, saved_at):
         )
 
     with pytest.raises(RuntimeError, match="fire"):
-        train(Fail())
+        train(Fail(RuntimeError("fire"), update=2, epoch=1))
     assert status_of(tmp_path) == "FAILED"
     train(resume_from="auto")
     assert status_of(tmp_path) == "FINISHED"

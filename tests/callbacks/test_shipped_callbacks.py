@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from faulty import Fail
-from logged_points import make_mlflow_logger
+from logged_points import make_mlflow_logger, make_trackio_logger
 from quickest import JIT_COMPILE
 
 from accumtrainer import Callback, Every, Logger, Trainer, callbacks
@@ -132,6 +132,7 @@ SHIPPED = {
         make=lambda folder: callbacks.Throughput(),
         reads_always="it waits for the device when the first update ends",
     ),
+    "TrackioLogger": Shipped(make=make_trackio_logger),
     "TrainingPlot": Shipped(
         make=lambda folder: callbacks.TrainingPlot(folder / "a.png")
     ),

@@ -13,6 +13,7 @@ from wandb_runs import QUIET, Run, fit, make_logger, make_trainer, positions
 from accumtrainer import Callback, Every
 from accumtrainer.callbacks import Checkpoint, WandbLogger
 from accumtrainer.callbacks.background import Background
+from accumtrainer.callbacks.tracker import Tracker
 from accumtrainer.keras_api import keras
 from accumtrainer.observers.logs import Logs
 
@@ -168,7 +169,8 @@ def test_points_that_wait_too_long_are_read_where_they_are_made(
 ):
     module = sys.modules[WandbLogger.__module__]
     monkeypatch.setattr(module, "GATHER_SECS", 3600.0)
-    monkeypatch.setattr(module, "MOST_UNREAD_POINTS", 3)
+    waiting = sys.modules[Tracker.__module__]
+    monkeypatch.setattr(waiting, "MOST_UNREAD_POINTS", 3)
     handed_over = []
     send = WandbLogger._send
 

@@ -78,6 +78,22 @@ def test_preempted_run_of_the_user_says_so_too(tmp_path):
     assert run.exit_code == 1
 
 
+def test_handler_of_the_user_is_called_and_training_goes_on(tmp_path):
+    arrived = []
+    before = signal.signal(
+        signal.SIGTERM, lambda number, frame: arrived.append(number)
+    )
+    try:
+        trainer = make_trainer()
+        fit(trainer, Kill(), make_logger(tmp_path))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert arrived == [signal.SIGTERM]
+    assert trainer.progress.updates == 6
+    (run,) = written_runs(tmp_path)
+    assert not run.is_preempting
+
+
 def test_run_that_ended_by_itself_is_not_preempted(tmp_path):
     fit(make_trainer(), make_logger(tmp_path))
     (run,) = written_runs(tmp_path)

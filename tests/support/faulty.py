@@ -58,15 +58,23 @@ class KeepsWeights(keras.callbacks.Callback):
 
 
 class Fail(keras.callbacks.Callback):
-    """Raises an error before an update of each epoch, counted from 0."""
+    """Raises an error before an update of an epoch, both counted from 0.
+
+    Of each epoch, if none is named.
+    """
 
     looks_at_model = False
 
-    def __init__(self, error, update):
+    def __init__(self, error, update, epoch=None):
         super().__init__()
         self.error = error
         self.update = update
+        self.epoch = epoch
+        self.is_epoch = epoch is None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.is_epoch = self.epoch in (None, epoch)
 
     def on_train_batch_begin(self, batch, logs=None):
-        if batch == self.update:
+        if self.is_epoch and batch == self.update:
             raise self.error

@@ -2,12 +2,17 @@
 
 import json
 import os
+import tempfile
 from typing import NamedTuple
 
 import pytest
 from wandb_file import written_runs
 
 from accumtrainer import callbacks
+
+_trackio_folder = tempfile.TemporaryDirectory(prefix="trackio-")
+# Trackio looks once where to write, when it is imported.
+os.environ["TRACKIO_DIR"] = _trackio_folder.name
 
 
 class Written(NamedTuple):
@@ -73,6 +78,41 @@ def read_mlflow(folder):
         for name in run.data.metrics
         for metric in client.get_metric_history(run.info.run_id, name)
         if name != "updates"
+    ]
+
+
+def make_trackio_logger(folder, every=None, project=None, **options):
+    """Make a logger of a folder's project or another; skip without Trackio."""
+    pytest.importorskip("trackio", reason="Trackio is not installed")
+    return callbacks.TrackioLogger(
+        project or trackio_project(folder), every=every, **options
+    )
+
+
+def trackio_project(folder):
+    """Name the project of a folder."""
+    return "-".join(folder.parts[-2:])
+
+
+def trackio_rows(project):
+    """List the runs of a project, each with its rows, the first run first."""
+    import trackio
+    from trackio.sqlite_storage import SQLiteStorage
+
+    return [
+        (run, SQLiteStorage.get_logs(project, run.name, run_id=run.id))
+        for run in trackio.Api().runs(project)
+    ]
+
+
+def read_trackio(folder):
+    """Read the only run of a folder's project."""
+    ((_, rows),) = trackio_rows(trackio_project(folder))
+    return [
+        Written(name, row["step"], value)
+        for row in rows
+        for name, value in row.items()
+        if name not in ("step", "timestamp", "updates")
     ]
 
 
