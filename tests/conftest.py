@@ -77,7 +77,11 @@ def pytest_sessionstart(session):
     """
     runs_tests = not session.config.getoption("numprocesses", 0)
     if runs_tests or hasattr(session.config, "workerinput"):
-        {"jax": set_up_jax, "tensorflow": set_up_tensorflow}[BACKEND]()
+        {
+            "jax": set_up_jax,
+            "tensorflow": set_up_tensorflow,
+            "torch": set_up_torch,
+        }[BACKEND]()
 
 
 def set_up_jax():
@@ -100,6 +104,13 @@ def set_up_tensorflow():
         {"disable_meta_optimizer": True}
     )
     tracing.leave_out_stacks()
+
+
+def set_up_torch():
+    """Leave the other cores to the tests beside these."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 if BACKEND == "jax":

@@ -135,7 +135,8 @@ class Groups:
             self._left -= 1
         if len(group) < self._size:
             self._left = 0
-        if self._left is None or (self._left and self._pool):
+        looks_ahead = self._pool if self._left else self._left is None
+        if looks_ahead and not self._backend.fit_hands_batches:
             self._next = self._begin(iterator)
         return group
 
@@ -143,10 +144,13 @@ class Groups:
         """Whether the epoch ends with the group taken last.
 
         Where that is not known, it waits until the next one is there. What
-        goes wrong with that one is for the next `take` to raise.
+        goes wrong with that one is for the next `take` to raise. If nobody
+        can ask for the next one, none is known to be the last.
         """
         if self._left is not None:
             return not self._left
+        if self._next is None:
+            return False
         return isinstance(self._next.exception(), StopIteration)
 
     def _begin(self, iterator: Iterator[Any]) -> Future[Group]:
@@ -205,7 +209,8 @@ def _cast(leaf: Any) -> Any:
 @functools.cache
 def _differs(dtype: Any, floatx: str) -> bool:
     """Tell floats of another type; by name, as NumPy knows no bfloat16."""
-    return "float" in dtype.name and dtype.name != floatx
+    name = keras.backend.standardize_dtype(dtype)
+    return "float" in name and name != floatx
 
 
 def _signature(batch: Batch) -> tuple:

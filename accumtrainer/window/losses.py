@@ -241,13 +241,17 @@ def measure(
     if y_true is None:
         raise ValueError(errors.NO_TARGETS.format(loss=loss.name))
     kept = _KeptValues(loss)
-    value = kept(y_true, y_pred, sample_weight)
+    # A copy, because on PyTorch Keras multiplies weights by masks in place.
+    weights = None if sample_weight is None else ops.copy(sample_weight)
+    value = kept(y_true, y_pred, weights)
     if len(kept.values.shape) == 0:
         return BareLoss(value, origin)
     if loss.reduction == "sum":
         return WeightedLoss(value, None, is_uniform=True)
     counts_weights = loss.reduction == "mean_with_sample_weight"
     counted_weight = sample_weight if counts_weights else None
+    if counted_weight is not None:
+        counted_weight = ops.copy(counted_weight)
     count = _CountedValues(kept.values, loss.dtype)
     is_masked = (
         keras_mask(y_pred) is not None or keras_mask(kept.values) is not None

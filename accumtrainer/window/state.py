@@ -18,6 +18,14 @@ EXTREMES = {
 """How logged values merge, where they begin, and how many of them merge."""
 
 
+MICRO_BATCH_DISTANCE = 0x61C88647
+"""How far the seeds of neighbouring micro-batches are from each other.
+
+On PyTorch Keras adds the seed and how often it was drawn from, so that of
+seeds in a row each would repeat what the one before it drew second.
+"""
+
+
 class Scratch(keras.StatelessScope):
     """A scope in which nothing that is written to a variable survives.
 
@@ -68,8 +76,14 @@ def shifted_seed(variable: Variable, number: Tensor, distance: int) -> Tensor:
     """
     seed, *rest = ops.unstack(variable.value, 2)
     kind = variable.dtype
-    seed = seed + ops.cast(number, kind) * ops.cast(distance, kind)
+    distance = ops.convert_to_tensor(_as_seeds(distance, kind))
+    seed = seed + ops.cast(number, kind) * distance
     return ops.stack([seed, *rest])
+
+
+def _as_seeds(numbers: Any, dtype: str) -> np.ndarray:
+    """Make 32 bits of each number, which Keras keeps signed on PyTorch."""
+    return np.asarray(numbers, "uint32").astype(dtype)
 
 
 class TrainingState:
@@ -89,13 +103,15 @@ class TrainingState:
         self.epoch = _counter("epoch")
         self.loss_scale = _variable("loss_scale", loss_scale)
         stream = np.random.SeedSequence(seed).generate_state(1)[0]
+        self.rng = keras.random.SeedGenerator(0)
+        kind = self.rng.state.dtype
         # Keras's generators hold 32 bits; a longer seed is condensed.
-        is_short = seed < 2**32
-        self.rng = keras.random.SeedGenerator(seed if is_short else int(stream))
+        first = seed if seed < 2**32 else stream
+        self.rng.state.assign(_as_seeds([first, 0], kind))
         self.stream = keras.Variable(
             # An array needs no program of its own to become a tensor.
-            np.asarray(stream),
-            dtype=self.rng.state.dtype,
+            _as_seeds(stream, kind),
+            dtype=kind,
             trainable=False,
             name="stream",
         )
@@ -148,9 +164,9 @@ class TrainingState:
         """
         kind = self.rng.state.dtype
         number = ops.cast(self.micro_batches.value + index, kind)
-        self.rng.state.assign(
-            ops.stack([self.stream.value + number, ops.zeros((), dtype=kind)])
-        )
+        distance = ops.convert_to_tensor(_as_seeds(MICRO_BATCH_DISTANCE, kind))
+        seed = self.stream.value + number * distance
+        self.rng.state.assign(ops.stack([seed, ops.zeros((), dtype=kind)]))
 
 
 class RunningSums:
@@ -256,7 +272,10 @@ def _empty_log(reduce: str) -> np.ndarray:
 
 
 def _variable(name: str, value: Any) -> Variable:
-    return keras.Variable(value, dtype="float32", trainable=False, name=name)
+    # Of a copy, because PyTorch shares the memory of an array.
+    return keras.Variable(
+        np.array(value), dtype="float32", trainable=False, name=name
+    )
 
 
 def _counter(name: str) -> Variable:

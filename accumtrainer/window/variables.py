@@ -164,7 +164,7 @@ class WindowVariables:
         self._kept = unique([*self._kept, *variables])
         self.start += [
             keras.Variable(
-                ops.convert_to_tensor(v),
+                ops.copy(v),
                 dtype=v.dtype,
                 trainable=False,
                 name=f"start_{position}",
@@ -261,7 +261,7 @@ class WindowVariables:
         self._backend.write_back()
         self.weights_before = [
             keras.Variable(
-                ops.convert_to_tensor(v),
+                ops.copy(v),
                 dtype=v.dtype,
                 trainable=False,
                 name=f"weight_before_{position}",

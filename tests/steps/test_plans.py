@@ -28,7 +28,7 @@ class Applied(Callback):
 
 def numbers(variable):
     """Copy a variable's values to the host."""
-    return np.asarray(ops.convert_to_tensor(variable)).copy()
+    return np.array(ops.convert_to_numpy(variable))
 
 
 def dense():

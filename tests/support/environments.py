@@ -11,9 +11,9 @@ WITHOUT_TENSORFLOW = SUPPORT / "without_tensorflow"
 def of_one_backend(left_out=(), backend=BACKEND):
     """Copy the environment for a process that uses one backend alone.
 
-    It finds what several tests use. On JAX it finds no TensorFlow: where Keras
-    does, it imports it to seed it,
-    which takes every process four seconds.
+    It finds what several tests use. On others it finds no TensorFlow: where
+    Keras does, it imports it to seed it, which takes every process four
+    seconds.
 
     Args:
         left_out: names of variables that the process shall not have.
@@ -23,7 +23,7 @@ def of_one_backend(left_out=(), backend=BACKEND):
         Dict of str.
     """
     environment = os.environ | {"KERAS_BACKEND": backend}
-    paths = [str(WITHOUT_TENSORFLOW)] if backend == "jax" else []
+    paths = [] if backend == "tensorflow" else [str(WITHOUT_TENSORFLOW)]
     paths += [str(SUPPORT), os.environ.get("PYTHONPATH")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return {k: v for k, v in environment.items() if k not in left_out}

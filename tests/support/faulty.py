@@ -28,7 +28,7 @@ def make_trainer(loss="mse", units=1, **options):
 def values_of(trainer):
     """Copy all that training changes of the model and the optimizer."""
     variables = [*trainer.model.variables, *trainer.optimizer.variables]
-    return [np.array(ops.convert_to_tensor(v)) for v in variables]
+    return [np.array(ops.convert_to_numpy(v)) for v in variables]
 
 
 def assert_same(before, after):

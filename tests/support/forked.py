@@ -121,7 +121,7 @@ def _run(arguments, env, folder, outputs):
     os.environ.update(env)
     if env["KERAS_BACKEND"] == "jax":
         _configure_jax(env)
-    else:
+    elif env["KERAS_BACKEND"] == "tensorflow":
         tracing.leave_out_stacks()
     while arguments[0] == "-W":
         _, text, *arguments = arguments

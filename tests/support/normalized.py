@@ -16,7 +16,7 @@ SIZES = [(4, 4, 4, 4), (5, 1, 5, 5), (16,)]
 
 
 def numbers(tensor):
-    return np.asarray(ops.convert_to_tensor(tensor)).copy()
+    return np.array(ops.convert_to_numpy(tensor))
 
 
 def make_model(cls=AccumulatedBatchNormalization, shape=(4,), **options):

@@ -37,6 +37,18 @@ if BACKEND == "tensorflow":
             None if g is None else tf.convert_to_tensor(g) for g in gradients
         ]
 
+elif BACKEND == "torch":
+    import torch
+
+    def differentiate(objective, variables, others=(), arguments=()):
+        """Return the value and the gradients, `None` where unused."""
+        del others
+        values = [variable.value for variable in variables]
+        with torch.enable_grad():
+            loss = objective(*arguments)
+        gradients = torch.autograd.grad(loss, values, allow_unused=True)
+        return loss.detach(), list(gradients)
+
 elif BACKEND == "jax":
     import jax
 

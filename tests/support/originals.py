@@ -1,7 +1,7 @@
 """Well-known models whose own `train_step` makes their updates.
 
-Plain Keras, without accumtrainer, on both backends: on TensorFlow `fit` calls
-the `train_step`, on JAX a loop does. What is random is given with the data.
+Plain Keras, without accumtrainer, on every backend: on JAX a loop calls the
+`train_step`, elsewhere `fit` does. What is random is given with the data.
 """
 
 import itertools
@@ -11,6 +11,7 @@ import numpy as np
 from keras import ops
 
 IS_JAX = keras.backend.backend() == "jax"
+IS_TORCH = keras.backend.backend() == "torch"
 
 
 def differentiate(function, variables):
@@ -24,6 +25,12 @@ def differentiate(function, variables):
                 return function()
 
         return jax.value_and_grad(of_values)([v.value for v in variables])
+    if IS_TORCH:
+        import torch
+
+        value = function()
+        values = [v.value for v in variables]
+        return value, torch.autograd.grad(value, values, allow_unused=True)
     import tensorflow as tf
 
     with tf.GradientTape() as tape:
@@ -37,6 +44,11 @@ def differentiate_by_input(function, x):
         import jax
 
         return jax.grad(function)(x)
+    if IS_TORCH:
+        import torch
+
+        x = ops.copy(x).requires_grad_()
+        return torch.autograd.grad(function(x), x, create_graph=True)[0]
     import tensorflow as tf
 
     with tf.GradientTape() as tape:

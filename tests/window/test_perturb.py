@@ -65,7 +65,7 @@ def make_trainer(cls, model=None, **options):
 
 def state_of(trainer):
     return [
-        np.asarray(ops.convert_to_tensor(variable)).copy()
+        np.array(ops.convert_to_numpy(variable))
         for variable in [*trainer.model.variables, *trainer.optimizer.variables]
         if "seed" not in variable.path
     ]

@@ -117,8 +117,7 @@ def test_rates_in_the_logs_are_those_that_moved_the_weights():
 
 def weights_of(model):
     return [
-        np.asarray(ops.convert_to_tensor(v)).copy()
-        for v in model.trainable_variables
+        np.array(ops.convert_to_numpy(v)) for v in model.trainable_variables
     ]
 
 
@@ -203,7 +202,7 @@ def test_moving_average_of_weights_moves_per_update():
     )
     reference = plain_average(0.1, momentum=0.5)
     averages = [
-        np.asarray(ops.convert_to_tensor(v))
+        np.array(ops.convert_to_numpy(v))
         for v in trainer.optimizer._model_variables_moving_average
     ]
     for average, expected in zip(averages, reference, strict=True):

@@ -18,11 +18,12 @@ from accumtrainer.keras_api import strategy_of, tree
 from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
 from accumtrainer.steps.backend import Backend, HasVariables
 from accumtrainer.steps.memory import Backup
+from accumtrainer.steps.process_memory import ProcessPeak
 from accumtrainer.steps.tensorflow.fit import next_batch, next_batches
 from accumtrainer.steps.tensorflow.indices import Indices
 from accumtrainer.steps.tensorflow.mapping import map_rows
 from accumtrainer.steps.tensorflow.memory import (
-    Peak,
+    DevicePeak,
     accelerators,
     measured_devices,
 )
@@ -430,7 +431,8 @@ class TensorFlowBackend(Backend):
         try:
             with self._xla_shapes.on_trial():
                 run()  # compiles
-            with Peak(measured_devices()) as peak:
+            devices = measured_devices()
+            with DevicePeak(devices) if devices else ProcessPeak() as peak:
                 run()
         finally:
             backup.put_back()

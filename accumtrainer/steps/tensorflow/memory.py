@@ -1,14 +1,8 @@
-"""How much memory TensorFlow uses, on its devices or in the process."""
+"""How much memory TensorFlow uses on its devices."""
 
-import re
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
-
-from accumtrainer import errors
-
-STATUS = Path("/proc/self/status")
 
 
 def accelerators() -> list[str]:
@@ -32,46 +26,30 @@ def measured_devices() -> list[str]:
     return ["CPU:0"]
 
 
-class Peak:
+class DevicePeak:
     """Measures by how much memory in use grows inside of it, at most.
 
     Args:
-        devices: list of their names; none for the process's memory.
+        devices: list of their names.
 
     Attributes:
         bytes: int, known at the end.
-
-    Raises:
-        RuntimeError: the system does not tell.
     """
 
     def __init__(self, devices: list[str]):
         self._devices = devices
         self.bytes = 0
 
-    def __enter__(self) -> "Peak":
+    def __enter__(self) -> "DevicePeak":
         for device in self._devices:
             tf.config.experimental.reset_memory_stats(device)
-        if not self._devices:
-            if not STATUS.exists():
-                raise RuntimeError(errors.MEMORY_IS_SECRET)
-            # The peak begins anew.
-            STATUS.with_name("clear_refs").write_text("5")
-        self._before = self._read("current", "VmRSS")
+        self._before = self._read("current")
         return self
 
     def __exit__(self, *_: Any) -> None:
-        after = self._read("peak", "VmHWM")
-        self.bytes = max(
-            late - early
-            for late, early in zip(after, self._before, strict=True)
-        )
+        growth = zip(self._read("peak"), self._before, strict=True)
+        self.bytes = max(late - early for late, early in growth)
 
-    def _read(self, of_device: str, of_process: str) -> list[int]:
-        if self._devices:
-            read = tf.config.experimental.get_memory_info
-            return [read(device)[of_device] for device in self._devices]
-        found = re.search(
-            rf"^{of_process}:\s+(\d+) kB$", STATUS.read_text(), re.M
-        )
-        return [1024 * int(found[1])] if found else [0]
+    def _read(self, name: str) -> list[int]:
+        read = tf.config.experimental.get_memory_info
+        return [read(device)[name] for device in self._devices]

@@ -1,0 +1,1 @@
+"""What PyTorch must do itself; `backend.py` says what."""

@@ -1,0 +1,358 @@
+"""What PyTorch must do itself: differentiate, loop, branch, hold state.
+
+Variables are updated in place, operation by operation.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.utils import _python_dispatch
+
+from accumtrainer.data.batches import Batch
+from accumtrainer.keras_api import tree
+from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
+from accumtrainer.steps.backend import Backend, HasVariables
+from accumtrainer.steps.memory import Backup
+from accumtrainer.steps.process_memory import ProcessPeak
+from accumtrainer.steps.torch import memory
+from accumtrainer.steps.torch.graphs import record_branch
+from accumtrainer.steps.torch.programs import Holder, Program, to_tensor
+from accumtrainer.steps.torch.replicas import TorchReplicas
+from accumtrainer.steps.torch.scopes import Copied, Pending, innermost
+from accumtrainer.steps.torch.seeds import (
+    draw_from_own_states,
+    recorded_draws,
+)
+from accumtrainer.window.weighing import Shares
+
+
+class TorchBackend(Backend):
+    """The functions of a backend, on PyTorch.
+
+    Args:
+        run_eagerly: whether to run everything operation by operation.
+    """
+
+    name = "torch"
+    predicts_memory = False
+    has_own_pipeline = False
+    fit_hands_state_over = False
+    fit_hands_batches = True
+
+    def __init__(self, *, run_eagerly: bool = False):
+        self._run_eagerly = run_eagerly
+        self.replicas: TorchReplicas = TorchReplicas()
+        self._holders: dict[int, Holder] = {}
+        self._is_recording = False
+
+    @classmethod
+    def of_model(
+        cls,
+        model: Model | None,
+        *,
+        run_eagerly: bool,
+        compiles_all_shapes: bool,
+    ) -> "Backend":
+        del compiles_all_shapes
+        if model is not None:
+            draw_from_own_states(model)
+        return cls(run_eagerly=run_eagerly)
+
+    def prefer(
+        self, *, loops_badly: bool, supports_jit: bool
+    ) -> tuple[Literal["fused", "streamed"], bool]:
+        del loops_badly, supports_jit
+        return "streamed", False
+
+    def has_accelerator(self) -> bool:
+        return torch.accelerator.is_available()
+
+    @property
+    def compiles_evaluation(self) -> bool:
+        return False
+
+    @property
+    def gives_values(self) -> bool:
+        return not self._run_eagerly
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self.has_accelerator()
+
+    def trace(
+        self, function: Callable[[Batch], Nest], batch: Batch
+    ) -> set[str]:
+        with torch.no_grad(), torch.random.fork_rng(), _Names() as names:
+            function(tree.map_structure(_to_tensor, batch))
+        return names.found
+
+    def compile(
+        self,
+        function: Callable[..., Nest],
+        program: HasVariables,
+        *,
+        jit_compile: bool,
+    ) -> Any:
+        holder = self._holders.setdefault(id(program), Holder(program))
+        recording = None if self._run_eagerly else self._recording
+        return Program(function, holder, recording, compiles=jit_compile)
+
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[None]:
+        self._is_recording = True
+        try:
+            with recorded_draws():
+                yield
+        finally:
+            self._is_recording = False
+
+    def accepts(self, is_finite: Tensor) -> Tensor:
+        return is_finite
+
+    def check(self, was_applied: Callable[[], bool]) -> None:
+        pass  # PyTorch raises where an index is outside
+
+    def with_float64(self) -> AbstractContextManager:
+        return contextlib.nullcontext()  # it always can
+
+    def constant(self, value: np.ndarray) -> Tensor:
+        return to_tensor(value)
+
+    def write_back(self) -> None:
+        for holder in self._holders.values():
+            holder.forget()
+
+    def value_and_grad(
+        self,
+        objective: Callable[..., tuple[Tensor, Nest]],
+        variables: list[Variable],
+        tensors: Sequence[Tensor] = (),
+        keeps_rows: bool = False,
+    ) -> tuple[Nest, list[Tensor | None]]:
+        del keeps_rows
+        taken = [_to_differentiate(v.value) for v in variables]
+        given = [_to_differentiate(tensor) for tensor in tensors]
+        scope = Pending(None, zip(variables, taken, strict=True))
+        with torch.enable_grad(), scope:
+            total, nest = objective(*given)
+        gradients = [None] * (len(taken) + len(given))
+        if total.requires_grad:
+            gradients = torch.autograd.grad(
+                total, [*taken, *given], allow_unused=True
+            )
+        scope.assign()
+        return tree.map_structure(_detached, nest), list(gradients)
+
+    def add(self, total: Tensor, gradient: Tensor) -> Tensor:
+        return total + gradient.float()
+
+    def add_to(self, variable: Variable, gradient: Tensor) -> None:
+        variable.value.add_(gradient)
+
+    def sum_of_squares(self, gradient: Tensor) -> Tensor:
+        return torch.sum(torch.square(gradient))
+
+    def apply(
+        self,
+        optimizer: Any,
+        gradients: list[Tensor | None],
+        variables: list[Variable],
+    ) -> None:
+        optimizer.apply(gradients, variables)
+
+    def cond(
+        self,
+        predicate: Tensor,
+        true_fn: Callable[[], None],
+        false_fn: Callable[[], None],
+    ) -> None:
+        if not self._is_recording:
+            (true_fn if predicate else false_fn)()
+        elif self.has_accelerator():
+            _select(predicate, true_fn, false_fn)
+        else:
+            innermost().renew()
+            record_branch(predicate, _written(true_fn), _written(false_fn))
+
+    def rarely(
+        self,
+        predicate: Tensor,
+        function: Callable[[], list[Tensor]],
+        otherwise: list[Tensor],
+    ) -> list[Tensor]:
+        if not self._is_recording:
+            return function() if predicate else otherwise
+        if self.has_accelerator():
+            pairs = zip(function(), otherwise, strict=True)
+            return [torch.where(predicate, one, other) for one, other in pairs]
+        results = [tensor.clone() for tensor in otherwise]
+
+        def fill() -> None:
+            for result, tensor in zip(results, function(), strict=True):
+                result.copy_(tensor)
+
+        record_branch(predicate, fill, lambda: None)
+        return results
+
+    def scan(
+        self,
+        body: Callable[[Tensor, Nest, list[Tensor]], tuple[Nest, list[Tensor]]],
+        stacked: Nest,
+        length: int | Tensor,
+        carry: Sequence[Tensor] = (),
+        dtypes: Nest = "float32",
+    ) -> tuple[Nest, list[Tensor]]:
+        del dtypes  # known from the results
+        carried, results = list(carry), []
+        for position in range(int(length)):
+            item = tree.map_structure(
+                lambda leaf, i=position: None if leaf is None else leaf[i],
+                stacked,
+            )
+            index = torch.tensor(position, dtype=torch.int32)
+            result, carried = body(index, item, carried)
+            results.append(result)
+        return tree.map_structure(_stack, *results), carried
+
+    def map(self, function: Callable[[Nest], Nest], stacked: Nest) -> Nest:
+        rows = []
+        for position in range(len(tree.flatten(stacked)[0])):
+            item = tree.map_structure(
+                lambda leaf, i=position: None if leaf is None else leaf[i],
+                stacked,
+            )
+            rows.append(function(item))
+        return tree.map_structure(_stack, *rows)
+
+    def sum_rows(self, stacked: Tensor) -> Tensor:
+        return torch.sum(stacked, dim=0)
+
+    def sum_over_replicas(
+        self,
+        function: Callable[[Tensor, Shares], Nest],
+        shares: Shares,
+        *,
+        reading: list[Variable],
+        moving: Sequence[Variable] = (),
+    ) -> Nest:
+        raise NotImplementedError
+
+    # Memory.
+
+    def memory_limit_bytes(self) -> int | None:
+        return memory.limit_bytes()
+
+    def peak_memory_bytes(self) -> int | None:
+        return memory.peak_bytes()
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        return memory.is_out_of_memory(error)
+
+    def measure_peak(
+        self, run: Callable[[], Any], variables: list[Variable]
+    ) -> int:
+        backup = Backup(variables)
+        held = sum(v.value.nbytes for v in variables)
+        try:
+            has_devices = self.has_accelerator()
+            with memory.DevicePeak() if has_devices else ProcessPeak() as peak:
+                run()
+        finally:
+            backup.put_back()
+        return held + peak.bytes
+
+    # Inside `Model.fit`.
+
+    def next_batch(self, iterator: Iterator) -> Nest:
+        return next(iter(iterator))
+
+    def next_batches(
+        self, iterator: Iterator, count: int
+    ) -> tuple[Iterable[Nest] | None, Nest]:
+        return list(iterator)[:count], None
+
+    def is_distributed(self, model: Model) -> bool:
+        del model
+        return False
+
+    # To look at what it does.
+
+    def start_trace(self, directory: str) -> None:
+        self._profile = torch.profiler.profile(
+            on_trace_ready=torch.profiler.tensorboard_trace_handler(directory)
+        )
+        self._profile.start()
+
+    def stop_trace(self) -> None:
+        self._profile.stop()
+
+    def mark_step(self, name: str, number: int) -> AbstractContextManager:
+        return torch.profiler.record_function(f"{name} {number}")
+
+
+class _Names(_python_dispatch.TorchDispatchMode):
+    """Collects the names of the operations that are run inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        self.found.add(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def _written(function: Callable[[], None]) -> Callable[[], None]:
+    """Have a function write what it assigns before others are recorded."""
+
+    def run() -> None:
+        with Pending(None) as scope:
+            function()
+        if scope.write():
+            raise NotImplementedError("unknown variables change")
+
+    return run
+
+
+def _select(
+    predicate: Tensor,
+    true_fn: Callable[[], None],
+    false_fn: Callable[[], None],
+) -> None:
+    """Run both functions, and keep what one of them has made of variables."""
+    scopes = []
+    for function in (true_fn, false_fn):
+        with Copied(None) as scope:
+            function()
+        scopes.append(scope)
+    one, other = scopes
+    updates = [*one.updates(), *other.updates()]
+    for variable in {id(v): v for v, _ in updates}.values():
+        values = [s.get_current_value(variable) for s in (one, other)]
+        variable.assign(torch.where(predicate, *values))
+
+
+def _to_tensor(leaf: Any) -> Tensor | None:
+    return None if leaf is None else to_tensor(leaf)
+
+
+def _to_differentiate(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_()
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _stack(*leaves: Tensor) -> Tensor | None:
+    return None if leaves[0] is None else torch.stack(leaves)
+
+
+THE_BACKEND = TorchBackend

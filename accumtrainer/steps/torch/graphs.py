@@ -1,0 +1,293 @@
+"""Graphs of PyTorch operations: recorded, tidied up, and run again.
+
+`make_fx` records what a function does with tensors, its derivatives too, as a
+list of operations without the Python around them. Where a function branches,
+both ways are recorded, one after the other, between `mark`s; such a graph is
+run in pieces.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from accumtrainer.keras_api.types import Tensor
+
+IF, ELSE, END = range(3)
+"""Before which part of a branch a mark stands."""
+
+aten = torch.ops.aten
+
+ALIASES = {aten.detach.default, aten.alias.default}
+"""Operations whose result is what they are given."""
+
+CONSTANTS = {
+    aten.lift_fresh_copy.default,
+    aten.ones.default,
+    aten.zeros.default,
+    aten.full.default,
+    aten.scalar_tensor.default,
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+}
+"""Operations that always make the same of nothing but numbers."""
+
+MOST_CONSTANT = 4096
+"""How many elements a tensor may have that is kept and not made anew."""
+
+
+@torch.library.custom_op("accumtrainer::mark", mutates_args=())
+def mark(predicate: torch.Tensor, part: int) -> None:
+    """Mark where a branch is, while a function is recorded."""
+    raise AssertionError(f"a mark is not run: {predicate}, {part}")
+
+
+@mark.register_fake
+def _(predicate: torch.Tensor, part: int) -> None:
+    del predicate, part
+
+
+MARK = torch.ops.accumtrainer.mark.default
+fx.node.has_side_effect(MARK)
+
+
+def record_branch(
+    predicate: Tensor, on_true: Callable[[], Any], on_false: Callable[[], Any]
+) -> None:
+    """Record two functions that change tensors, one of which is to run."""
+    MARK(predicate, IF)
+    on_true()
+    MARK(predicate, ELSE)
+    on_false()
+    MARK(predicate, END)
+
+
+class Graph:
+    """What a function of tensors computes.
+
+    Args:
+        function: takes a list of tensors and returns one; may change those
+            that it is given, in place.
+        tensors: like those that it will be given.
+        compiles: whether `torch.compile` compiles it.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[list[Tensor]], list[Tensor]],
+        tensors: list[Tensor],
+        *,
+        compiles: bool,
+    ):
+        module = make_fx(function, tracing_mode="fake")(tensors)
+        _tidy(module)
+        *nodes, output = module.graph.nodes
+        places = [n for n in nodes if n.op == "placeholder"]
+        body = [n for n in nodes if n.op not in ("placeholder", "get_attr")]
+        self._results = [_constant_of(module, r) for r in output.args[0]]
+        self._pieces = _Pieces(module, iter(body), compiles=compiles)
+        made = {r for r in self._results if isinstance(r, fx.Node)}
+        self._pieces.forget_early(made)
+        # Of what it is given it needs what it reads.
+        needed = self._pieces.needed | made
+        self._given = [(i, n) for i, n in enumerate(places) if n in needed]
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        values = {node: tensors[i] for i, node in self._given}
+        self._pieces.run(values)
+        return [
+            values[r] if isinstance(r, fx.Node) else r for r in self._results
+        ]
+
+
+class _Run:
+    """Operations in a row, without a branch."""
+
+    def __init__(self, module: fx.GraphModule, nodes: list[fx.Node]):
+        self._module = module
+        self._nodes = nodes
+        inside = set(nodes)
+        reads = dict.fromkeys(i for n in nodes for i in n.all_input_nodes)
+        self.reads = [
+            n for n in reads if n not in inside and n.op != "get_attr"
+        ]
+        self._makes = [
+            n for n in nodes if any(u not in inside for u in n.users)
+        ]
+        self._forgets: list[fx.Node] = []
+
+    def finish(self, later: set[fx.Node], *, compiles: bool) -> None:
+        """Make the function, once it is known what is read later."""
+        self._forgets = [n for n in self.reads if n not in later]
+        makes = self._makes = [n for n in self._makes if n in later]
+        graph = fx.Graph()
+        copies = {n: graph.placeholder(n.name) for n in self.reads}
+        for node in self._nodes:
+            for constant in node.all_input_nodes:
+                if constant.op == "get_attr" and constant not in copies:
+                    copies[constant] = graph.node_copy(constant)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output([copies[n] for n in makes])
+        graph.eliminate_dead_code()
+        module = fx.GraphModule(self._module, graph)
+        self._function = torch.compile(module) if compiles else module.forward
+
+    def run(self, values: dict[fx.Node, Tensor]) -> None:
+        """Run, and change what is known."""
+        made = self._function(*[values[n] for n in self.reads])
+        for node in self._forgets:
+            values.pop(node, None)
+        values.update(zip(self._makes, made, strict=True))
+
+
+class _Branch:
+    """Two lists of pieces, one of which is run."""
+
+    def __init__(self, predicate: fx.Node, ways: "tuple[_Pieces, _Pieces]"):
+        self.predicate = predicate
+        self.ways = ways
+
+    def run(self, values: dict[fx.Node, Tensor]) -> None:
+        """Run one of them, and change what is known."""
+        on_true, on_false = self.ways
+        (on_true if values[self.predicate] else on_false).run(values)
+
+
+class _Pieces:
+    """The pieces of a graph in their order."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        nodes: Iterator[fx.Node],
+        *,
+        compiles: bool,
+    ):
+        self._compiles = compiles
+        self._pieces: list[_Run | _Branch] = []
+        row: list[fx.Node] = []
+        for node in nodes:
+            if node.target is not MARK:
+                row.append(node)
+                continue
+            if row:
+                self._pieces.append(_Run(module, row))
+            row = []
+            predicate, part = node.args
+            if part != IF:
+                break  # who has begun it goes on behind it
+            ways = tuple(
+                _Pieces(module, nodes, compiles=compiles) for _ in range(2)
+            )
+            self._pieces.append(_Branch(predicate, ways))
+        if row:
+            self._pieces.append(_Run(module, row))
+
+    @property
+    def needed(self) -> set[fx.Node]:
+        """What is read, of what is known before or made in here."""
+        needed: set[fx.Node] = set()
+        for piece in self._pieces:
+            if isinstance(piece, _Branch):
+                needed |= {piece.predicate}.union(
+                    *(way.needed for way in piece.ways)
+                )
+            else:
+                needed |= set(piece.reads)
+        return needed
+
+    def forget_early(self, later: set[fx.Node]) -> None:
+        """Have every value forgotten where it was read last.
+
+        Args:
+            later: what is read after these.
+        """
+        later = set(later)
+        for piece in reversed(self._pieces):
+            if isinstance(piece, _Run):
+                piece.finish(later, compiles=self._compiles)
+                later |= set(piece.reads)
+                continue
+            for way in piece.ways:
+                way.forget_early(later)
+            later |= {piece.predicate}.union(
+                *(way.needed for way in piece.ways)
+            )
+
+    def run(self, values: dict[fx.Node, Tensor]) -> None:
+        """Run all, and change what is known."""
+        for piece in self._pieces:
+            piece.run(values)
+
+
+def _constant_of(module: fx.GraphModule, result: Any) -> Any:
+    is_constant = isinstance(result, fx.Node) and result.op == "get_attr"
+    return getattr(module, result.target) if is_constant else result
+
+
+def _tidy(module: fx.GraphModule) -> None:
+    """Leave out what has no effect, and make constants beforehand."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        target = node.target
+        if target in ALIASES:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif _changes_first(target):
+            # What it returns is what it was given.
+            node.replace_all_uses_with(node.args[0])
+    changed = _changed(graph)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node not in changed:
+            _make_constant(module, node)
+    graph.eliminate_dead_code()
+
+
+def _changes_first(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    if schema is None or not schema.arguments or len(schema.returns) != 1:
+        return False
+    first, result = schema.arguments[0].alias_info, schema.returns[0].alias_info
+    return bool(first and first.is_write and result and result.is_write)
+
+
+def _changed(graph: fx.Graph) -> set[fx.Node]:
+    """Find what operations change, or make a view of that may be changed."""
+    changed: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        if schema is None:
+            continue
+        for argument, given in zip(schema.arguments, node.args, strict=False):
+            alias = argument.alias_info
+            if alias and (alias.is_write or node in changed):
+                fx.node.map_arg(given, changed.add)
+    return changed
+
+
+def _make_constant(module: fx.GraphModule, node: fx.Node) -> None:
+    """Put a small tensor in the place of what makes it of constants."""
+    inputs = node.all_input_nodes
+    if not all(n.op == "get_attr" for n in inputs):
+        return
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded in tags:
+        return
+    if not inputs and node.target not in CONSTANTS:
+        return
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.numel() > MOST_CONSTANT:
+        return
+    arguments = fx.node.map_arg(
+        (node.args, node.kwargs), lambda n: getattr(module, n.target)
+    )
+    name = f"_made_{node.name}"
+    with torch.no_grad():
+        made = node.target(*arguments[0], **arguments[1])
+    module.register_buffer(name, made)
+    with module.graph.inserting_before(node):
+        node.replace_all_uses_with(module.graph.get_attr(name))
+    module.graph.erase_node(node)

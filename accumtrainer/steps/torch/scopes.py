@@ -1,0 +1,164 @@
+"""Scopes in which Keras variables have tensors of PyTorch as their values.
+
+A variable of Keras on PyTorch is a parameter, whose memory is written to. What
+was read from it before is then another number, in a tensor as in its views. In
+these scopes a variable that is assigned gets another tensor instead, and its
+memory is written to when all has been computed. An optimizer alone may change
+tensors in place, those of what it optimizes.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+from accumtrainer.keras_api import keras
+from accumtrainer.keras_api.types import Tensor, Variable
+
+
+class Memory:
+    """The memory of variables, as tensors that have no gradient.
+
+    Args:
+        variables: all that a program reads or changes.
+        tensors: in their place, while a program is recorded.
+
+    Attributes:
+        tensors: in the order of the variables.
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[Variable],
+        tensors: Iterable[Tensor] | None = None,
+    ):
+        if tensors is None:
+            tensors = (v.value.detach() for v in variables)
+        self._tensors = dict(zip(map(id, variables), tensors, strict=True))
+        self.tensors = list(self._tensors.values())
+        self._storages = {t.untyped_storage() for t in self.tensors}
+
+    def get_current_value(self, variable: Variable) -> Tensor | None:
+        """Return a variable's memory, if it is known."""
+        return self._tensors.get(id(variable))
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a variable's memory, or a part of it."""
+        return tensor.untyped_storage() in self._storages
+
+
+class Values(Protocol):
+    """Where the values of variables come from: memory, or another scope."""
+
+    def get_current_value(self, variable: Variable) -> Tensor | None:
+        """Return the value of a variable, if it is known."""
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in memory that may be written to."""
+
+
+class Pending(keras.StatelessScope):
+    """A scope in which variables that are assigned get other tensors.
+
+    Args:
+        before: where the values are that they have before; `None` for those
+            of the scope around this one.
+        given: pairs of a variable and its value in here.
+    """
+
+    def __init__(
+        self,
+        before: Values | None,
+        given: Iterable[tuple[Variable, Tensor]] = (),
+    ):
+        super().__init__(collect_losses=True)
+        self._before = before
+        self._given = {id(variable): tensor for variable, tensor in given}
+        self._updates: dict[int, tuple[Variable, Tensor]] = {}
+
+    def __enter__(self) -> "Pending":
+        super().__enter__()
+        if self._before is None:
+            self._before = self.original_scope
+        _open.append(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _open.pop()
+        super().__exit__(*error)
+
+    def get_current_value(self, variable: Variable) -> Tensor | None:
+        """Return the value a variable has in here, if it is known."""
+        key = id(variable)
+        if key in self._updates:
+            return self._updates[key][1]
+        if key in self._given:
+            return self._given[key]
+        before = self._before
+        return None if before is None else before.get_current_value(variable)
+
+    def add_update(self, update: tuple[Variable, Tensor]) -> None:
+        """Give a variable, the first of a pair, another value."""
+        variable, value = update
+        if isinstance(self._before, (Memory, Pending)):
+            if self._before.holds(value):
+                value = value.clone()
+        self._updates[id(variable)] = variable, value
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in memory that may be written to."""
+        storage = tensor.untyped_storage()
+        values = (value for _, value in self._updates.values())
+        if any(value.untyped_storage() is storage for value in values):
+            return True
+        return self._before is not None and self._before.holds(tensor)
+
+    def updates(self) -> Iterator[tuple[Variable, Tensor]]:
+        """List the variables that were assigned, and their new values."""
+        return iter(self._updates.values())
+
+    def renew(self) -> None:
+        """Copy the new values, so that nobody has another hold of them."""
+        for key, (variable, value) in self._updates.items():
+            self._updates[key] = variable, value.clone()
+
+    def assign(self) -> None:
+        """Assign the new values to the variables; the scope has ended."""
+        for variable, value in self.updates():
+            variable.assign(value.detach())
+
+    def write(self) -> list[tuple[Variable, Tensor]]:
+        """Write the new values to where they were read from.
+
+        Returns:
+            Pairs of variables whose memory is not known, and their values.
+        """
+        unknown = []
+        for variable, value in self.updates():
+            target = self._before and self._before.get_current_value(variable)
+            if target is None:
+                unknown.append((variable, value))
+            elif target is not value:
+                target.copy_(value)
+        return unknown
+
+
+class Copied(Pending):
+    """A scope in which variables have copies of their values.
+
+    Whatever is changed in place, the values before are still there.
+    """
+
+    def get_current_value(self, variable: Variable) -> Tensor | None:
+        """Return the value a variable has in here, if it is known."""
+        value = super().get_current_value(variable)
+        if value is None or id(variable) in self._updates:
+            return value
+        self._updates[id(variable)] = variable, value.clone()
+        return self._updates[id(variable)][1]
+
+
+def innermost() -> Pending:
+    """Return the scope that is open, the last of several."""
+    return _open[-1]
+
+
+_open: list[Pending] = []

@@ -1,0 +1,118 @@
+"""The random numbers that Keras draws on PyTorch, from states of its own.
+
+Keras makes a generator for every draw, and seeds it by a number that it reads
+from a tensor. Nothing that is recorded can read one, so there a draw becomes an
+operation of its own: it is given the seed as a tensor, and makes the generator
+when it runs.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import keras.src.backend.torch.random as keras_random
+import torch
+from torch.overrides import TorchFunctionMode
+
+from accumtrainer.keras_api import flatten_layers, keras, ops
+from accumtrainer.keras_api.types import Model, Tensor
+
+
+def draw_from_own_states(model: Model) -> None:
+    """Have the layers of a model draw from the states of their generators.
+
+    `keras.random.dropout` draws from the one state of PyTorch, which belongs
+    to the process, where a generator was made without a seed. Nobody could
+    repeat what a window has drawn, nor go on from a checkpoint. Whether there
+    was a seed stands under a private name alone.
+    """
+    for layer in flatten_layers(model):
+        for value in vars(layer).values():
+            if isinstance(value, keras.random.SeedGenerator):
+                if value._initial_seed is None:
+                    seed, _ = ops.convert_to_numpy(value.state).tolist()
+                    value._initial_seed = seed
+
+
+@contextlib.contextmanager
+def recorded_draws() -> Iterator[None]:
+    """Make a scope in which draws of Keras can be recorded.
+
+    `torch_seed_generator`, which makes generators, has no public name.
+    """
+    seeds: dict[int, tuple[torch.Generator, Tensor]] = {}
+
+    def generator_of(seed: Any) -> torch.Generator:
+        first, second = keras_random.draw_seed(seed)
+        generator = torch.Generator()
+        seeds[id(generator)] = generator, first + second
+        return generator
+
+    with (
+        mock.patch.object(keras_random, "torch_seed_generator", generator_of),
+        _Draws(seeds),
+    ):
+        yield
+
+
+class _Draws(TorchFunctionMode):
+    """Records functions that are given one of some generators.
+
+    Args:
+        seeds: by the id of a generator, it and its seed.
+    """
+
+    def __init__(self, seeds: dict[int, tuple[torch.Generator, Tensor]]):
+        super().__init__()
+        self._seeds = seeds
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        kwargs = dict(kwargs or {})
+        known = self._seeds.get(id(kwargs.get("generator")))
+        if known is None:
+            return function(*args, **kwargs)
+        del kwargs["generator"]
+        inputs = [a for a in args if isinstance(a, torch.Tensor)]
+        numbers = [None if isinstance(a, torch.Tensor) else a for a in args]
+        index = _index_of(function, numbers, kwargs)
+        return torch.ops.accumtrainer.draw(known[1], inputs, index)
+
+
+_calls: list[tuple[Callable[..., Tensor], list[Any], dict[str, Any]]] = []
+"""Functions that draw, with what they are given beside tensors."""
+
+
+def _index_of(function: Any, numbers: list[Any], named: dict[str, Any]) -> int:
+    call = function, numbers, named
+    if call not in _calls:
+        _calls.append(call)
+    return _calls.index(call)
+
+
+def _run(index: int, inputs: list[Tensor], **generator: Any) -> Tensor:
+    function, numbers, named = _calls[index]
+    tensors = iter(inputs)
+    given = [next(tensors) if number is None else number for number in numbers]
+    return function(*given, **named, **generator)
+
+
+@torch.library.custom_op("accumtrainer::draw", mutates_args=())
+def _draw(
+    seed: torch.Tensor, inputs: list[torch.Tensor], index: int
+) -> torch.Tensor:
+    device = inputs[0].device if inputs else seed.device
+    generator = torch.Generator(device)
+    generator.manual_seed(int(seed) & 0xFFFFFFFF)
+    return _run(index, inputs, generator=generator)
+
+
+@_draw.register_fake
+def _(
+    seed: torch.Tensor, inputs: list[torch.Tensor], index: int
+) -> torch.Tensor:
+    del seed
+    return torch.empty_like(_run(index, inputs))
