@@ -280,7 +280,8 @@ def run_handwritten(name, cell, model, *, jit_compile=True, **options):
         jit_compile=jit_compile,
         **options,
     )
-    return run_by_hand(name, cell, window, detail="XLA" * jit_compile)
+    is_compiled = jit_compile and BACKEND != "torch"
+    return run_by_hand(name, cell, window, detail="XLA" * is_compiled)
 
 
 def run_by_hand(name, cell, window, detail=""):

@@ -18,6 +18,8 @@ class Device(ABC):
     name: str
     """Of the card; `"CPU"` where there is none."""
 
+    _last = None  # the product that was begun last
+
     @property
     def is_accelerator(self):
         """Whether it is something else than the processor."""
@@ -64,7 +66,12 @@ class Device(ABC):
                 multiply()
             self.wait()
             secs.append(time.perf_counter() - begun)
+        self.forget()
         return 2 * size**3 * times / min(secs[1:])
+
+    def forget(self):
+        """Let go of the last product, whose memory others want."""
+        self._last = None
 
 
 class JaxDevice(Device):
@@ -76,7 +83,6 @@ class JaxDevice(Device):
         self._device = jax.local_devices()[0]
         is_cpu = self._device.platform == "cpu"
         self.name = "CPU" if is_cpu else self._device.device_kind
-        self._last = None
 
     def memory_bytes(self):
         statistics = self._device.memory_stats()
@@ -94,11 +100,11 @@ class JaxDevice(Device):
         import jax
 
         array = jax.numpy.asarray(array, "bfloat16")
-        product = jax.jit(lambda a: a @ array)
+        product = jax.jit(jax.numpy.matmul)
         self._last = array
 
         def multiply():
-            self._last = product(self._last)
+            self._last = product(self._last, array)
 
         return multiply
 

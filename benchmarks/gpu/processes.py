@@ -12,6 +12,9 @@ ROW = "row: "
 """What a line of standard output begins with that has a row."""
 
 
+COMMAND = ("-m", "gpu.part")
+"""What of Python runs a part."""
+
 FAILED = "failed"
 """The only column of a row that says what failed."""
 
@@ -46,17 +49,18 @@ def run_part(backend, part, options, secs):
         options: tuple of str, further arguments of `gpu.part`.
         secs: float, after which it is ended; `None` for never.
     """
-    command = [sys.executable, "-m", "gpu.part", part, *options]
+    command = [sys.executable, *COMMAND, part, *options]
     # By files, so that what was told before an end stays.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as e:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=e, env=environment(backend)
-        )
         try:
-            code = process.wait(secs)
+            code = subprocess.run(
+                command,
+                stdout=out,
+                stderr=e,
+                env=environment(backend),
+                timeout=secs,
+            ).returncode
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
             code = None
         out.seek(0)
         e.seek(0)
