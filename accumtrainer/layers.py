@@ -252,9 +252,12 @@ def _moments(
     del axes[axis]
     channels = inputs.shape[axis]
     if mask is None:
-        mean, variance = ops.moments(inputs, axes=axes)
+        mean = ops.mean(inputs, axis=axes, keepdims=True)
+        # Not by `ops.moments`, which on PyTorch takes the square of the mean
+        # from the mean of the squares, and loses the digits they share.
+        variance = ops.mean(ops.square(inputs - mean), axis=axes)
         count = ops.cast(ops.size(inputs), "float32") / channels
-        return mean, variance, count
+        return ops.reshape(mean, [-1]), variance, count
     weights = ops.cast(ops.expand_dims(mask, -1), inputs.dtype)
     weights = ops.broadcast_to(weights, ops.shape(inputs))
     is_seen = weights > 0

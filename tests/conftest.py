@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import logging
 import os
 import pathlib
 
@@ -110,7 +111,13 @@ def set_up_torch():
     """Leave the other cores to the tests beside these."""
     import torch
 
+    from accumtrainer.steps.torch import source
+
     torch.set_num_threads(1)
+    # The code that is compiled elsewhere takes seconds for every program.
+    source.COMPILER = "aot_eager"
+    # It tells of every tensor that is recorded, which pytest would keep.
+    logging.getLogger("torch.__trace").disabled = True
 
 
 if BACKEND == "jax":

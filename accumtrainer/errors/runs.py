@@ -61,6 +61,11 @@ WITHOUT_XLA = (
     "begins without it."
 )
 
+WITHOUT_TORCH_COMPILE = (
+    "torch.compile cannot compile what windows compute, and they run without "
+    "it. It says: {error}. Trainer(jit_compile=False) begins without it."
+)
+
 NON_FINITE = (
     "gradients were not finite in {count} windows in a row after update "
     "{update}, more than max_consecutive_skips={limit}. The weights are those "

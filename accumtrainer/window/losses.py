@@ -241,17 +241,14 @@ def measure(
     if y_true is None:
         raise ValueError(errors.NO_TARGETS.format(loss=loss.name))
     kept = _KeptValues(loss)
-    # A copy, because on PyTorch Keras multiplies weights by masks in place.
-    weights = None if sample_weight is None else ops.copy(sample_weight)
-    value = kept(y_true, y_pred, weights)
+    value = kept(y_true, y_pred, _own_weights(sample_weight, y_pred))
     if len(kept.values.shape) == 0:
         return BareLoss(value, origin)
     if loss.reduction == "sum":
         return WeightedLoss(value, None, is_uniform=True)
     counts_weights = loss.reduction == "mean_with_sample_weight"
     counted_weight = sample_weight if counts_weights else None
-    if counted_weight is not None:
-        counted_weight = ops.copy(counted_weight)
+    counted_weight = _own_weights(counted_weight, y_pred)
     count = _CountedValues(kept.values, loss.dtype)
     is_masked = (
         keras_mask(y_pred) is not None or keras_mask(kept.values) is not None
@@ -261,6 +258,21 @@ def measure(
         count(y_true, y_pred, counted_weight),
         is_uniform=counted_weight is None and not is_masked,
     )
+
+
+def _own_weights(weights: Tensor | None, y_pred: Tensor) -> Tensor | None:
+    """Copy weights, as large as the mask that Keras multiplies them by.
+
+    On PyTorch it does so in place.
+    """
+    if weights is None:
+        return None
+    mask = keras_mask(y_pred)
+    if mask is None:
+        return ops.copy(weights)
+    if len(weights.shape) + 1 == len(mask.shape):
+        weights = ops.expand_dims(weights, -1)
+    return weights * ops.ones_like(mask, dtype=weights.dtype)
 
 
 def count_samples(nest: Nest) -> Tensor:

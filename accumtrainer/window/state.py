@@ -50,7 +50,10 @@ class Scratch(keras.StatelessScope):
         """Return the value a variable has inside this scope, if it has one."""
         if id(variable) not in self._before:
             self.others_read[id(variable)] = variable
-        return super().get_current_value(variable)
+        value = super().get_current_value(variable)
+        if value is None and self.original_scope is not None:
+            return self.original_scope.get_current_value(variable)
+        return value
 
     def add_update(self, update: tuple[Variable, Tensor]) -> None:
         """Note a new value of a variable, a pair of both."""

@@ -8,6 +8,7 @@ from accumulating import (
     Y,
     assert_same_weights,
     compiled,
+    executions,
     leaves_data_unended,
     make_trainer,
     mlp,
@@ -63,7 +64,7 @@ def test_fit_makes_the_train_function_before_training_begins():
 
 @leaves_data_unended
 def test_fit_calls_the_train_function_that_it_finds():
-    model = mlp(steps_per_execution=2)
+    model = mlp(steps_per_execution=executions(2)[0])
     calls = []
 
     class Replace(keras.callbacks.Callback):
@@ -77,7 +78,7 @@ def test_fit_calls_the_train_function_that_it_finds():
             self.model.train_function = train
 
     model.fit(X, Y, callbacks=[Replace()], **ORDER)
-    assert len(calls) == 4
+    assert len(calls) == 8 // model.steps_per_execution
     if BACKEND == "jax":
         groups = (
             model.trainable_variables,
@@ -123,8 +124,8 @@ def test_fit_is_handed_no_lists_whose_items_it_would_look_at():
 
 
 @pytest.mark.skipif(
-    BACKEND == "jax",
-    reason="on JAX, fit cannot end an epoch before its first step",
+    BACKEND != "tensorflow",
+    reason="elsewhere fit cannot end an epoch before its first step",
 )
 def test_fit_ends_an_epoch_by_stop_iteration_and_reads_the_metrics():
     model = mlp()
@@ -152,7 +153,10 @@ def test_accumulation_takes_the_words_of_the_trainer():
     assert_same_weights(model, trainer.model)
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 2])
+@pytest.mark.skipif(
+    BACKEND == "torch", reason="on PyTorch fit itself makes the data dense"
+)
+@pytest.mark.parametrize("steps_per_execution", executions(1, 2))
 def test_sparse_data_are_refused_inside_fit_with_the_remedy(
     steps_per_execution,
 ):

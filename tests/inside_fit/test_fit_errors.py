@@ -9,6 +9,7 @@ from accumulating import (
     Y,
     assert_same_weights,
     attributes,
+    executions,
     leaves_data_unended,
     make_trainer,
     mlp,
@@ -69,7 +70,7 @@ def test_weights_that_only_a_later_fit_has_count():
     mean = keras.losses.SparseCategoricalCrossentropy(
         from_logits=True, reduction="mean_with_sample_weight"
     )
-    model = mlp(loss=mean, steps_per_execution=3)
+    model = mlp(loss=mean, steps_per_execution=executions(3)[0])
     twin = mlp(loss=mean)
     callback, trainer = GradientAccumulation(3), make_trainer(twin, 3)
     data = X[:18], Y[:18]

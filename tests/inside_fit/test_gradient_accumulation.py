@@ -14,6 +14,7 @@ from accumulating import (
     assert_same_weights,
     batches,
     compiled,
+    executions,
     leaves_data_unended,
     make_trainer,
     mlp,
@@ -112,7 +113,7 @@ def test_weights_are_those_of_a_trainer():
         (X, Y),
         3,
         options={"sample_weight": WEIGHTS, "validation_data": (X, Y)},
-        per_execution=(1, 2, 3),
+        per_execution=executions(1, 2, 3),
     )
     for model, history in fitted:
         assert_same_weights(model, twin)
@@ -125,7 +126,7 @@ def test_weights_are_those_of_a_trainer():
 def test_weights_are_those_of_a_trainer_for(make):
     data = (X, Y) if make is conv_net else sequences()
     fitted, (twin, expected) = fit_and_train(
-        make, data, 4, per_execution=(1, 4)
+        make, data, 4, per_execution=executions(1, 4)
     )
     for model, history in fitted:
         assert_same_weights(model, twin)
@@ -141,7 +142,7 @@ def test_outputs_that_count_differently_are_exact():
         data,
         3,
         options={"validation_data": data},
-        per_execution=(1, 3),
+        per_execution=executions(1, 3),
     )
     for model, history in fitted:
         assert_same_weights(model, twin)
@@ -189,7 +190,7 @@ def test_clocks_move_once_per_update():
 
 @leaves_data_unended
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
-@pytest.mark.parametrize("steps_per_execution", [1, 3])
+@pytest.mark.parametrize("steps_per_execution", executions(1, 3))
 def test_data_of_unknown_length_loses_nothing(steps_per_execution):
     model = mlp(steps_per_execution=steps_per_execution)
     seen = []
@@ -201,13 +202,15 @@ def test_data_of_unknown_length_loses_nothing(steps_per_execution):
     trainer = make_trainer(mlp(), 3)
     trainer.fit(X, Y, **ORDER)
     assert_same_weights(model, trainer.model)
+    if BACKEND == "torch":
+        return  # there nobody can know which batch is the last
     # Also for callbacks that come first: the tail had been applied by then.
     np.testing.assert_array_equal(seen[0], model.get_weights()[0])
 
 
 @leaves_data_unended
 @pytest.mark.parametrize("steps", [None, 8])
-@pytest.mark.parametrize("steps_per_execution", [1, 2])
+@pytest.mark.parametrize("steps_per_execution", executions(1, 2))
 def test_data_that_fail_end_training_after_what_came_before(
     steps_per_execution, steps
 ):
@@ -232,6 +235,9 @@ def test_data_that_fail_end_training_after_what_came_before(
     np.testing.assert_allclose(watch.weights[-1], last, rtol=0, atol=1e-6)
 
 
+@pytest.mark.skipif(
+    BACKEND == "torch", reason="on PyTorch fit hands over one batch at a time"
+)
 def test_next_group_is_asked_for_while_one_is_trained_on(monkeypatch):
     askers = []
     backend = type(make_backend(run_eagerly=False))

@@ -191,9 +191,9 @@ def test_the_state_at_a_stop_can_be_the_best(name, updates, tmp_path):
 
 
 def test_a_state_at_a_stop_need_not_be_the_best(tmp_path):
-    trainer = make_trainer(optimizer=keras.optimizers.SGD(-0.01))
+    trainer = make_trainer(optimizer=keras.optimizers.SGD(-0.1))
     checkpoint = Checkpoint(tmp_path, keep_best="loss")
     fit_arrays(trainer, max_updates=5, callbacks=[checkpoint])
-    best = make_trainer(optimizer=keras.optimizers.SGD(-0.01))
+    best = make_trainer(optimizer=keras.optimizers.SGD(-0.1))
     best.restore(tmp_path, which="best")
     assert best.progress.updates == 3

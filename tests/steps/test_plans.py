@@ -424,6 +424,11 @@ PLANS = {
         ({"conv_general_dilated"}, False, "streamed, XLA"),
         ({"conv_general_dilated"}, True, "fused, XLA"),
     ],
+    "torch": [
+        ({"mm"}, False, "streamed"),
+        ({"convolution"}, False, "streamed"),
+        ({"convolution"}, True, "streamed"),
+    ],
 }
 
 

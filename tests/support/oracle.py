@@ -149,6 +149,11 @@ def objective_of(model):
     """Make the function of a batch whose value Keras minimizes."""
 
     def objective(x, y, sample_weight):
+        if BACKEND == "torch" and getattr(sample_weight, "shape", ())[1:] == (
+            1,
+        ):
+            # Keras multiplies weights by masks in place there, and fails.
+            sample_weight = sample_weight * ops.ones_like(y, "float32")
         loss = model.compute_loss(
             x=x,
             y=y,

@@ -4,6 +4,7 @@ Variables are updated in place, operation by operation.
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils import _python_dispatch
 
+from accumtrainer import errors
 from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import tree
 from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
@@ -19,14 +21,20 @@ from accumtrainer.steps.backend import Backend, HasVariables
 from accumtrainer.steps.memory import Backup
 from accumtrainer.steps.process_memory import ProcessPeak
 from accumtrainer.steps.torch import memory
+from accumtrainer.steps.torch.gradients import (
+    gradients,
+    gradients_of_rows,
+    map_rows,
+)
 from accumtrainer.steps.torch.graphs import record_branch
-from accumtrainer.steps.torch.programs import Holder, Program, to_tensor
+from accumtrainer.steps.torch.programs import Holder, Program
 from accumtrainer.steps.torch.replicas import TorchReplicas
 from accumtrainer.steps.torch.scopes import Copied, Pending, innermost
 from accumtrainer.steps.torch.seeds import (
     draw_from_own_states,
     recorded_draws,
 )
+from accumtrainer.steps.torch.tensors import to_tensor
 from accumtrainer.window.weighing import Shares
 
 
@@ -48,6 +56,7 @@ class TorchBackend(Backend):
         self.replicas: TorchReplicas = TorchReplicas()
         self._holders: dict[int, Holder] = {}
         self._is_recording = False
+        self._is_mapping = False
 
     @classmethod
     def of_model(
@@ -134,18 +143,10 @@ class TorchBackend(Backend):
         keeps_rows: bool = False,
     ) -> tuple[Nest, list[Tensor | None]]:
         del keeps_rows
-        taken = [_to_differentiate(v.value) for v in variables]
-        given = [_to_differentiate(tensor) for tensor in tensors]
-        scope = Pending(None, zip(variables, taken, strict=True))
-        with torch.enable_grad(), scope:
-            total, nest = objective(*given)
-        gradients = [None] * (len(taken) + len(given))
-        if total.requires_grad:
-            gradients = torch.autograd.grad(
-                total, [*taken, *given], allow_unused=True
-            )
-        scope.assign()
-        return tree.map_structure(_detached, nest), list(gradients)
+        values = [*(variable.value for variable in variables), *tensors]
+        if self._is_mapping:
+            return gradients_of_rows(objective, variables, values)
+        return gradients(objective, variables, values)
 
     def add(self, total: Tensor, gradient: Tensor) -> Tensor:
         return total + gradient.float()
@@ -219,14 +220,21 @@ class TorchBackend(Backend):
         return tree.map_structure(_stack, *results), carried
 
     def map(self, function: Callable[[Nest], Nest], stacked: Nest) -> Nest:
-        rows = []
-        for position in range(len(tree.flatten(stacked)[0])):
-            item = tree.map_structure(
-                lambda leaf, i=position: None if leaf is None else leaf[i],
-                stacked,
-            )
-            rows.append(function(item))
-        return tree.map_structure(_stack, *rows)
+        self._is_mapping = True
+        try:
+            return map_rows(function, stacked)
+        except Exception as error:
+            # What the function itself raises comes again, as it was raised.
+            reason = str(error).strip().splitlines()[-1]
+        finally:
+            self._is_mapping = False
+        result, _ = self.scan(
+            lambda index, item, carry: (function(item), []),
+            stacked,
+            len(tree.flatten(stacked)[0]),
+        )
+        warnings.warn(errors.NOT_VECTORIZED.format(reason=reason), stacklevel=2)
+        return result
 
     def sum_rows(self, stacked: Tensor) -> Tensor:
         return torch.sum(stacked, dim=0)
@@ -341,14 +349,6 @@ def _select(
 
 def _to_tensor(leaf: Any) -> Tensor | None:
     return None if leaf is None else to_tensor(leaf)
-
-
-def _to_differentiate(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_()
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _stack(*leaves: Tensor) -> Tensor | None:

@@ -14,6 +14,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from accumtrainer.keras_api.types import Tensor
+from accumtrainer.steps.torch.source import compiled, emitted
 
 IF, ELSE, END = range(3)
 """Before which part of a branch a mark stands."""
@@ -35,21 +36,25 @@ CONSTANTS = {
 }
 """Operations that always make the same of nothing but numbers."""
 
+LIKE = {
+    aten.ones_like.default,
+    aten.zeros_like.default,
+    aten.full_like.default,
+}
+"""Operations of which only the shape of their first argument is known."""
+
 MOST_CONSTANT = 4096
 """How many elements a tensor may have that is kept and not made anew."""
 
 
-@torch.library.custom_op("accumtrainer::mark", mutates_args=())
-def mark(predicate: torch.Tensor, part: int) -> None:
-    """Mark where a branch is, while a function is recorded."""
+def _mark(predicate: torch.Tensor, part: int) -> None:
     raise AssertionError(f"a mark is not run: {predicate}, {part}")
 
 
-@mark.register_fake
-def _(predicate: torch.Tensor, part: int) -> None:
-    del predicate, part
-
-
+_operation = torch.library.custom_op(
+    "accumtrainer::mark", _mark, mutates_args=()
+)
+_operation.register_fake(lambda predicate, part: None)
 MARK = torch.ops.accumtrainer.mark.default
 fx.node.has_side_effect(MARK)
 
@@ -123,17 +128,8 @@ class _Run:
         """Make the function, once it is known what is read later."""
         self._forgets = [n for n in self.reads if n not in later]
         makes = self._makes = [n for n in self._makes if n in later]
-        graph = fx.Graph()
-        copies = {n: graph.placeholder(n.name) for n in self.reads}
-        for node in self._nodes:
-            for constant in node.all_input_nodes:
-                if constant.op == "get_attr" and constant not in copies:
-                    copies[constant] = graph.node_copy(constant)
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-        graph.output([copies[n] for n in makes])
-        graph.eliminate_dead_code()
-        module = fx.GraphModule(self._module, graph)
-        self._function = torch.compile(module) if compiles else module.forward
+        rows = self._module, self._nodes, self.reads, makes
+        self._function = compiled(*rows) if compiles else emitted(*rows)
 
     def run(self, values: dict[fx.Node, Tensor]) -> None:
         """Run, and change what is known."""
@@ -179,10 +175,9 @@ class _Pieces:
             predicate, part = node.args
             if part != IF:
                 break  # who has begun it goes on behind it
-            ways = tuple(
-                _Pieces(module, nodes, compiles=compiles) for _ in range(2)
-            )
-            self._pieces.append(_Branch(predicate, ways))
+            on_true = _Pieces(module, nodes, compiles=compiles)
+            on_false = _Pieces(module, nodes, compiles=compiles)
+            self._pieces.append(_Branch(predicate, (on_true, on_false)))
         if row:
             self._pieces.append(_Run(module, row))
 
@@ -233,7 +228,14 @@ def _tidy(module: fx.GraphModule) -> None:
     graph = module.graph
     for node in list(graph.nodes):
         target = node.target
-        if target in ALIASES:
+        if target is aten.copy_.default and _is_zero(module, node.args[1]):
+            with graph.inserting_before(node):
+                zero = graph.call_function(aten.zero_.default, node.args[:1])
+            zero.meta = node.meta
+            node.replace_all_uses_with(zero)
+            graph.erase_node(node)
+            zero.replace_all_uses_with(zero.args[0])
+        elif target in ALIASES:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif _changes_first(target):
@@ -242,8 +244,18 @@ def _tidy(module: fx.GraphModule) -> None:
     changed = _changed(graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and node not in changed:
-            _make_constant(module, node)
+            if node.target is aten.mul.Tensor and _is_times_one(node, changed):
+                node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
+            else:
+                _make_constant(module, node)
     graph.eliminate_dead_code()
+
+
+def _is_zero(module: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op == "get_attr":
+        return not getattr(module, node.target).any()
+    return node.target in {aten.zeros.default, aten.zeros_like.default}
 
 
 def _changes_first(target: Any) -> bool:
@@ -268,10 +280,22 @@ def _changed(graph: fx.Graph) -> set[fx.Node]:
     return changed
 
 
+def _is_times_one(node: fx.Node, changed: set[fx.Node]) -> bool:
+    first, by = node.args
+    if isinstance(by, fx.Node) or by != 1.0 or first in changed:
+        return False
+    return (
+        "val" in first.meta
+        and first.op != "placeholder"
+        and first.meta["val"].dtype == node.meta["val"].dtype
+    )
+
+
 def _make_constant(module: fx.GraphModule, node: fx.Node) -> None:
     """Put a small tensor in the place of what makes it of constants."""
     inputs = node.all_input_nodes
-    if not all(n.op == "get_attr" for n in inputs):
+    is_alike = node.target in LIKE
+    if not is_alike and not all(n.op == "get_attr" for n in inputs):
         return
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags:
@@ -281,9 +305,14 @@ def _make_constant(module: fx.GraphModule, node: fx.Node) -> None:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.numel() > MOST_CONSTANT:
         return
-    arguments = fx.node.map_arg(
-        (node.args, node.kwargs), lambda n: getattr(module, n.target)
-    )
+
+    def number(argument: fx.Node) -> Tensor:
+        if argument.op == "get_attr":
+            return getattr(module, argument.target)
+        like = argument.meta["val"]  # which has no numbers
+        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
+    arguments = fx.node.map_arg((node.args, node.kwargs), number)
     name = f"_made_{node.name}"
     with torch.no_grad():
         made = node.target(*arguments[0], **arguments[1])

@@ -1,19 +1,21 @@
 """Functions that change variables, run by PyTorch operation by operation."""
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
-import numpy as np
 import optree
 import torch
 
-from accumtrainer.keras_api import ops
+from accumtrainer import errors
 from accumtrainer.keras_api.types import Nest, Tensor, Variable
 from accumtrainer.steps.backend import HasVariables
 from accumtrainer.steps.torch.graphs import Graph
 from accumtrainer.steps.torch.scopes import Memory, Pending
+from accumtrainer.steps.torch.tensors import to_tensor
 
 MOST_SHAPES = 8
 """For how many sets of shapes a function is recorded."""
@@ -73,97 +75,119 @@ class Program:
         self._recording = recording
         self._compiles = compiles
         self._variables: Sequence[Variable] = ()
-        self._recorded: dict[tuple, tuple[Graph, Any] | None] = {}
+        self._recorded: dict[tuple, Recording | None] = {}
 
     def __call__(self, *arguments: Nest) -> Nest:
-        leaves, treedef = optree.tree_flatten(arguments)
+        leaves, treedef = optree.tree_flatten(cast(Any, arguments))
         leaves = list(map(to_tensor, leaves))
         memory = self._holder.memory
         if self._recording is not None:
-            found = self._find(memory, leaves, treedef)
-            if found is not None:
-                graph, structure = found
-                with torch.no_grad():
-                    results = graph([*memory.tensors, *leaves])
-                return optree.tree_unflatten(structure, results)
-        arguments = optree.tree_unflatten(treedef, leaves)
+            recorded = self._find(leaves, treedef)
+            if recorded is not None:
+                return recorded.run(memory, leaves)
+        tensors: Any = optree.tree_unflatten(treedef, leaves)
         with torch.no_grad(), Pending(memory) as scope:
-            result = self._function(*arguments)
+            result = self._function(*tensors)
             result = optree.tree_map(functools.partial(_own, memory), result)
         for variable, value in scope.write():
             variable.assign(value)
         return result
 
-    def _find(
-        self, memory: Memory, leaves: list[Tensor], treedef: Any
-    ) -> tuple[Graph, Any] | None:
+    def _find(self, leaves: list[Tensor], treedef: Any) -> "Recording | None":
         """Return what was recorded for such arguments, or record it."""
-        if self._variables is not self._holder.variables:
-            self._variables, self._recorded = self._holder.variables, {}
+        variables = self._holder.variables
+        if self._variables is not variables:
+            self._variables, self._recorded = variables, {}
         key = (treedef, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._recorded:
             self._recorded[key] = None
             if len(self._recorded) <= MOST_SHAPES:
-                self._recorded[key] = self._record(memory, leaves, treedef)
+                self._recorded[key] = self._record(leaves, treedef)
         return self._recorded[key]
 
-    def _record(
-        self, memory: Memory, leaves: list[Tensor], treedef: Any
-    ) -> tuple[Graph, Any] | None:
-        structure, count = None, len(self._variables)
-
-        def run(tensors: list[Tensor]) -> list[Tensor]:
-            nonlocal structure
-            own = Memory(self._variables, tensors[:count])
-            arguments = optree.tree_unflatten(treedef, tensors[count:])
-            with Pending(own) as scope:
-                result = self._function(*arguments)
-            results, structure = optree.tree_flatten(result)
-            results = [_own(own, leaf) for leaf in results]
-            if scope.write():
-                raise NotImplementedError("unknown variables change")
-            return results
-
+    def _record(self, leaves: list[Tensor], treedef: Any) -> "Recording | None":
+        assert self._recording is not None
+        further: list[Variable] = []
         try:
             with torch.no_grad(), self._recording():
-                given = [*memory.tensors, *leaves]
-                return Graph(run, given, compiles=self._compiles), structure
+                while True:
+                    variables = [*self._holder.variables, *further]
+                    recorder = _Recorder(self._function, variables, treedef)
+                    given = [*Memory(variables).tensors, *leaves]
+                    graph = Graph(recorder, given, compiles=self._compiles)
+                    if not recorder.missing:
+                        return Recording(graph, recorder.structure, further)
+                    further += recorder.missing
         except Exception as error:
-            if DEBUG:
-                print(
-                    "NOT RECORDED",
-                    self._function,
-                    type(error),
-                    str(error)[:500],
-                )
-            return None
+            reason = f"{type(error).__name__}: {error}".split("\n")[0]
+        if self._compiles:
+            warnings.warn(
+                errors.WITHOUT_TORCH_COMPILE.format(error=reason), stacklevel=2
+            )
+        return None
 
 
-DEBUG = bool(__import__("os").environ.get("DEBUG_REC"))
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What was recorded of a function for arguments of some shapes.
+
+    Args:
+        graph: takes the memory of variables, and the leaves of arguments.
+        structure: of what it returns.
+        further: variables beside those that the program lists.
+    """
+
+    graph: Graph
+    structure: Any
+    further: Sequence[Variable]
+
+    def run(self, memory: Memory, leaves: list[Tensor]) -> Nest:
+        """Run it."""
+        tensors = [*memory.tensors, *Memory(self.further).tensors, *leaves]
+        with torch.no_grad():
+            results = self.graph(tensors)
+        return optree.tree_unflatten(self.structure, results)
+
+
+class _Recorder:
+    """A function of tensors alone, while it is recorded.
+
+    Args:
+        function: takes nests of tensors and returns one.
+        variables: whose memory comes first among the tensors.
+        treedef: the structure of the arguments, whose leaves come then.
+
+    Attributes:
+        structure: of what it has returned.
+        missing: further variables that it reads or changes.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Nest],
+        variables: Sequence[Variable],
+        treedef: Any,
+    ):
+        self._function = function
+        self._variables = variables
+        self._treedef = treedef
+        self.structure: Any = None
+        self.missing: list[Variable] = []
+
+    def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
+        count = len(self._variables)
+        memory = Memory(self._variables, tensors[:count])
+        arguments = optree.tree_unflatten(self._treedef, tensors[count:])
+        with Pending(memory) as scope:
+            result = self._function(*arguments)
+        results, self.structure = optree.tree_flatten(result)
+        results = [_own(memory, leaf) for leaf in results]
+        scope.write()
+        self.missing = list(memory.missing.values())
+        return results
 
 
 def _own(memory: Memory, leaf: Any) -> Any:
     """Copy a result that is a variable's memory, which is written to."""
     is_tensor = isinstance(leaf, torch.Tensor)
     return leaf.clone() if is_tensor and memory.holds(leaf) else leaf
-
-
-def to_tensor(leaf: Any) -> Tensor:
-    """Make a tensor of an array, which shares its memory where it can."""
-    if isinstance(leaf, torch.Tensor):
-        return leaf
-    if not isinstance(leaf, np.ndarray) or not _can_share(leaf):
-        return ops.convert_to_tensor(leaf)
-    return torch.from_numpy(leaf).to(default_device())
-
-
-def _can_share(array: np.ndarray) -> bool:
-    # PyTorch computes little with unsigned integers, and warns where memory
-    # is not to be written to.
-    is_known = array.dtype.kind in "ifb" or array.dtype == np.uint8
-    return is_known and array.dtype.isnative and array.flags.writeable
-
-
-def default_device() -> torch.device:
-    """Return the device on which Keras puts tensors."""
-    return ops.zeros(()).device

@@ -10,7 +10,7 @@ tensors in place, those of what it optimizes.
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from accumtrainer.keras_api import keras
+from accumtrainer.keras_api import keras, ops
 from accumtrainer.keras_api.types import Tensor, Variable
 
 
@@ -23,6 +23,8 @@ class Memory:
 
     Attributes:
         tensors: in the order of the variables.
+        missing: further variables that were read while a program is recorded,
+            by id.
     """
 
     def __init__(
@@ -30,6 +32,8 @@ class Memory:
         variables: Sequence[Variable],
         tensors: Iterable[Tensor] | None = None,
     ):
+        self._is_recording = tensors is not None
+        self.missing: dict[int, Variable] = {}
         if tensors is None:
             tensors = (v.value.detach() for v in variables)
         self._tensors = dict(zip(map(id, variables), tensors, strict=True))
@@ -38,7 +42,12 @@ class Memory:
 
     def get_current_value(self, variable: Variable) -> Tensor | None:
         """Return a variable's memory, if it is known."""
-        return self._tensors.get(id(variable))
+        known = self._tensors.get(id(variable))
+        if known is None and self._is_recording:
+            self.missing[id(variable)] = variable
+            # What has no numbers while it is recorded will do.
+            return ops.zeros(variable.shape, variable.dtype)
+        return known
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor is a variable's memory, or a part of it."""
@@ -133,7 +142,10 @@ class Pending(keras.StatelessScope):
         """
         unknown = []
         for variable, value in self.updates():
-            target = self._before and self._before.get_current_value(variable)
+            before = self._before
+            target = (
+                None if before is None else before.get_current_value(variable)
+            )
             if target is None:
                 unknown.append((variable, value))
             elif target is not value:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from accumtrainer.keras_api import flatten_layers, keras, ops
 from accumtrainer.keras_api.types import Model, Tensor
+from accumtrainer.steps.torch.tensors import default_device
 
 
 def draw_from_own_states(model: Model) -> None:
@@ -79,7 +80,7 @@ class _Draws(TorchFunctionMode):
         inputs = [a for a in args if isinstance(a, torch.Tensor)]
         numbers = [None if isinstance(a, torch.Tensor) else a for a in args]
         index = _index_of(function, numbers, kwargs)
-        return torch.ops.accumtrainer.draw(known[1], inputs, index)
+        return DRAW(known[1], inputs, index)
 
 
 _calls: list[tuple[Callable[..., Tensor], list[Any], dict[str, Any]]] = []
@@ -100,19 +101,43 @@ def _run(index: int, inputs: list[Tensor], **generator: Any) -> Tensor:
     return function(*given, **named, **generator)
 
 
-@torch.library.custom_op("accumtrainer::draw", mutates_args=())
 def _draw(
     seed: torch.Tensor, inputs: list[torch.Tensor], index: int
 ) -> torch.Tensor:
-    device = inputs[0].device if inputs else seed.device
+    device = inputs[0].device if inputs else default_device()
     generator = torch.Generator(device)
     generator.manual_seed(int(seed) & 0xFFFFFFFF)
     return _run(index, inputs, generator=generator)
 
 
-@_draw.register_fake
-def _(
-    seed: torch.Tensor, inputs: list[torch.Tensor], index: int
-) -> torch.Tensor:
+def _draw_shape(seed: Tensor, inputs: list[Tensor], index: int) -> Tensor:
     del seed
     return torch.empty_like(_run(index, inputs))
+
+
+def _draw_rows(
+    info: Any,
+    in_dims: tuple,
+    seed: Tensor,
+    inputs: list[Tensor],
+    index: int,
+) -> tuple[Tensor, int]:
+    """Draw for rows that are computed at once, one by one."""
+    along, dims, _ = in_dims
+    rows = []
+    for row in range(info.batch_size):
+        own = seed if along is None else seed.select(along, row)
+        given = [
+            tensor if dim is None else tensor.select(dim, row)
+            for tensor, dim in zip(inputs, dims, strict=True)
+        ]
+        rows.append(DRAW(own, given, index))
+    return torch.stack(rows), 0
+
+
+_operation = torch.library.custom_op(
+    "accumtrainer::draw", _draw, mutates_args=()
+)
+_operation.register_fake(_draw_shape)
+_operation.register_vmap(_draw_rows)
+DRAW = torch.ops.accumtrainer.draw

@@ -1,0 +1,83 @@
+"""Gradients by PyTorch, of a micro-batch or of many examples at once."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import optree
+import torch
+
+from accumtrainer.keras_api import tree
+from accumtrainer.keras_api.types import Nest, Tensor, Variable
+from accumtrainer.steps.torch.scopes import Pending
+
+Objective = Callable[..., tuple[Tensor, Nest]]
+
+
+def gradients(
+    objective: Objective,
+    variables: Sequence[Variable],
+    values: Sequence[Tensor],
+) -> tuple[Nest, list[Tensor | None]]:
+    """Differentiate a scalar; see `WindowBackend.value_and_grad`.
+
+    Args:
+        values: of the variables, and then what the objective takes.
+    """
+    leaves = [value.detach().requires_grad_() for value in values]
+    count = len(variables)
+    scope = Pending(None, zip(variables, leaves[:count], strict=True))
+    with torch.enable_grad(), scope:
+        total, nest = objective(*leaves[count:])
+    found: Sequence[Tensor | None] = [None] * len(leaves)
+    if total.requires_grad:
+        found = torch.autograd.grad(total, leaves, allow_unused=True)
+    scope.assign()
+    return tree.map_structure(_detached, nest), list(found)
+
+
+def gradients_of_rows(
+    objective: Objective,
+    variables: Sequence[Variable],
+    values: Sequence[Tensor],
+) -> tuple[Nest, list[Tensor | None]]:
+    """Differentiate a scalar inside of `map_rows`; unused ones are zeros."""
+    count = len(variables)
+    structure: Any = None
+    written: list[Variable] = []
+
+    def run(leaves: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        nonlocal structure, written
+        scope = Pending(None, zip(variables, leaves[:count], strict=True))
+        with scope:
+            total, nest = objective(*leaves[count:])
+        results, structure = optree.tree_flatten(nest)
+        updates = list(scope.updates())
+        written = [variable for variable, _ in updates]
+        return total, [*results, *(value for _, value in updates)]
+
+    found, (_, results) = torch.func.grad_and_value(run, has_aux=True)(
+        [value.detach() for value in values]
+    )
+    split = len(results) - len(written)
+    for variable, value in zip(written, results[split:], strict=True):
+        variable.assign(value)
+    return optree.tree_unflatten(structure, results[:split]), list(found)
+
+
+def map_rows(function: Callable[[Nest], Nest], stacked: Nest) -> Nest:
+    """Run a function on all rows at once; see `WindowBackend.map`."""
+    leaves, treedef = optree.tree_flatten(cast(Any, stacked))
+    structure: Any = None
+
+    def run(leaves: list[Tensor]) -> list[Tensor]:
+        nonlocal structure
+        result = function(optree.tree_unflatten(treedef, leaves))
+        results, structure = optree.tree_flatten(result)
+        return results
+
+    results = torch.func.vmap(run)(leaves)
+    return optree.tree_unflatten(structure, results)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
