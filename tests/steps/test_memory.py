@@ -156,6 +156,19 @@ def test_table_grows_with_the_size_and_changes_nothing(data):
         np.testing.assert_array_equal(one, other)
 
 
+def test_table_is_made_of_two_micro_batches_at_most(data, monkeypatch):
+    tried, gradients = [], Step.gradients
+
+    def watch(self, window):
+        tried.append(window.micro_batches)
+        return gradients(self, window)
+
+    monkeypatch.setattr(Step, "gradients", watch)
+    make_trainer(1).memory_plan(data, [1, 8])
+    # JAX asks its compiler and runs none.
+    assert set(tried) == (set() if BACKEND == "jax" else {2})
+
+
 def test_table_shows_what_rematerialization_saves():
     def peak(mode):
         with keras.RematScope(mode):
