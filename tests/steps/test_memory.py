@@ -236,6 +236,8 @@ class Shortage:
         measure: function from a window to how large they are.
     """
 
+    error = staticmethod(out_of_memory)
+
     def __init__(self, monkeypatch, most, measure=lambda w: max(w.sizes)):
         self.failures = 0
         run = Step.run
@@ -245,7 +247,7 @@ class Shortage:
             if measure(window) > most:
                 report.section("counters")
                 self.failures += 1
-                raise out_of_memory()
+                raise self.error()
             return report
 
         monkeypatch.setattr(Step, "run", run_short_of_memory)
