@@ -24,12 +24,12 @@ BACKENDS = ("jax", "torch")
 SECS = 570
 
 PARTS = {
-    # name: seconds of one backend, if there are two
-    "machine": 15,
-    "filling": 75,
-    "precisions": 50,
-    "contests": 55,
-    "limits": 30,
+    # name: seconds of one backend, to be scaled to what there is
+    "machine": 10,
+    "filling": 110,  # it compiles longest
+    "precisions": 55,
+    "contests": 50,
+    "limits": 25,
     "memory": 60,
 }
 COUNTS = {"small": (2, 4), "full": (4, 16, 64, 128)}

@@ -10,6 +10,7 @@ Activations are foreseen as by Korthikanti et al. 2022, section 4.1: `T d (34 +
 5 h T / d)` bytes per sequence and layer, with h heads, in 16-bit precision.
 """
 
+import gc
 import time
 
 import keras
@@ -42,6 +43,7 @@ def rows(device, sizes, **_):
             if size == 1 or not make_backend().is_out_of_memory(error):
                 raise
         # Out of the except block, whose traceback keeps arrays.
+        gc.collect()
         size //= 2
     counted = operations_per_token(trainer.model, width, depth, sizes.length)
     tokens = cell.samples_per_update * sizes.length / secs

@@ -4,6 +4,7 @@ On a processor, memory is made scarce by a limit of the system for this
 process, so that it runs out for real there too.
 """
 
+import gc
 import re
 import resource
 import warnings
@@ -40,6 +41,7 @@ def rows(device, sizes, **_):
         "all samples": Accumulation(micro_batch_size=samples),
     }
     for asked_for, accumulation in cases.items():
+        gc.collect()  # models refer to themselves
         yield {"micro-batch size asked for": asked_for} | attempt(
             make_trainer(sizes, accumulation), samples
         )
