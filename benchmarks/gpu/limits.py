@@ -17,6 +17,7 @@ from accumtrainer import Accumulation, Trainer
 from accumtrainer.steps import make_backend
 
 FEATURES = 8
+STYLE = re.compile(r"\x1b\[\d*m")  # with which Keras writes in bold
 
 
 def rows(device, sizes, **_):
@@ -76,10 +77,12 @@ def attempt(trainer, samples):
             history = trainer.fit(x, x, batch_size=samples, verbose=0)
         except Exception as error:
             is_known = make_backend().is_out_of_memory(error)
-            told["what came"] = f"{type(error).__name__}: {error}"[:90]
+            message = STYLE.sub("", f"{type(error).__name__}: {error}")
+            told["what came"] = " ".join(message.split())[:150]
             told["known as lack of memory"] = "yes" if is_known else "no"
         else:
-            told["what came"] = f"an update, loss {history.history['loss'][0]}"
+            (loss,) = history.history["loss"]
+            told["what came"] = f"an update, loss {loss:.3f}"
             told["in micro-batches of"] = trainer.plan.micro_batch_size
     shrunk = [w for w in caught if "ran out of memory" in str(w.message)]
     told["times memory ran out"] = len(shrunk)

@@ -25,7 +25,8 @@ For another version of Python, say which:
 ```sh
 pip wheel --wheel-dir wheels --no-deps .
 pip download --dest wheels --only-binary :all: --python-version 3.12 \\
-    --platform manylinux_2_28_x86_64 wheels/accumtrainer-*.whl
+    --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \\
+    wheels/accumtrainer-*.whl
 ```
 
 Copy the clone with `wheels` to the machine with the GPU. There:
