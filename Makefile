@@ -19,6 +19,9 @@
 #   make bench    compare the speed with Keras's own fit, and more
 #   make bench-quick  three cells, against what was recorded
 #   make bench-peers  compare with Lightning and Accelerate too
+#   make bench-gpu  what there is to measure on a GPU, in less than ten minutes,
+#                 with the Python that has JAX or PyTorch for it (GPU_PYTHON);
+#                 benchmarks/RESULTS-GPU.md says how to bring it what it needs
 #   make soak     kill training two hundred times on each backend, and compare
 #                 where it ends (KILLS=20 for fewer)
 #   make fuzz     train random models, and compare each with plain Keras
@@ -39,6 +42,7 @@ CONSTRAINTS ?= constraints.txt
 BACKENDS ?= tensorflow jax torch
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+GPU_PYTHON ?= python3
 KILLS ?= 200
 CASES ?= 2000
 PROCESSES ?= 1
@@ -59,7 +63,8 @@ KERAS_CORE_TESTS := $(patsubst %,test-keras_core-%,$(filter-out torch,$(BACKENDS
 KERAS_OWN_TESTS := $(BACKENDS:%=test-keras_own-%)
 
 .PHONY: demo test $(TESTS) $(KERAS_CORE_TESTS) $(KERAS_OWN_TESTS) \
-	test-pythons check lint types docs release doctest bench bench-quick bench-peers soak fuzz format clean
+	test-pythons check lint types docs release doctest bench bench-quick \
+	bench-peers bench-gpu soak fuzz format clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
 
@@ -156,6 +161,11 @@ bench-quick: $(INSTALLED)
 
 bench-peers: .venv-peers/.installed
 	$(MAKE) bench BENCH_ARGS="--peers .venv-peers/bin/python $(BENCH_ARGS)"
+
+# Installs nothing. Each of its processes chooses its own backend.
+bench-gpu:
+	PYTHONPATH=benchmarks$(if $(PYTHONPATH),:$(PYTHONPATH)) \
+		$(GPU_PYTHON) -m gpu $(BENCH_ARGS)
 
 soak: $(INSTALLED)
 	for backend in $(BACKENDS); do \

@@ -192,7 +192,7 @@ def gpt_medium():
     return make_gpt("gpt_medium", width=256, depth=6, length=128, shape=(2, 16))
 
 
-def make_gpt(name, *, width, depth, length, shape, vocabulary=256):
+def make_gpt(name, *, width, depth, length, shape, vocabulary=256, heads=4):
     """Make a cell of a small GPT.
 
     Args:
@@ -202,6 +202,7 @@ def make_gpt(name, *, width, depth, length, shape, vocabulary=256):
         length: int, tokens in a sample.
         shape: pair, size and number of micro-batches.
         vocabulary: int, number of tokens there are.
+        heads: int, of each attention.
 
     Returns:
         `Cell`.
@@ -209,7 +210,7 @@ def make_gpt(name, *, width, depth, length, shape, vocabulary=256):
 
     def add_block(x):
         y = layers.LayerNormalization()(x)
-        attention = layers.MultiHeadAttention(num_heads=4, key_dim=width // 4)
+        attention = layers.MultiHeadAttention(heads, key_dim=width // heads)
         x = layers.add([x, attention(y, y, use_causal_mask=True)])
         y = layers.LayerNormalization()(x)
         y = layers.Dense(4 * width, activation="gelu")(y)

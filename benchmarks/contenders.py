@@ -181,7 +181,7 @@ def run_keras(
 # --- By hand ---
 
 
-@contender("jax")
+@contender("jax", "torch")
 def handwritten(cell, model):
     """Write the window by hand, for this model alone."""
     return run_handwritten("hand-written window", cell, model)
@@ -193,7 +193,7 @@ def handwritten_stream(cell, model):
     return run_handwritten("hand-written stream", cell, model, is_fused=False)
 
 
-@contender("jax")
+@contender("jax", "torch")
 def guarded(cell, model):
     """Let that window skip gradients that are not finite."""
     return run_handwritten(
@@ -280,7 +280,8 @@ def run_handwritten(name, cell, model, *, jit_compile=True, **options):
         jit_compile=jit_compile,
         **options,
     )
-    return run_by_hand(name, cell, window, detail="XLA" * jit_compile)
+    is_compiled = jit_compile and BACKEND != "torch"
+    return run_by_hand(name, cell, window, detail="XLA" * is_compiled)
 
 
 def run_by_hand(name, cell, window, detail=""):

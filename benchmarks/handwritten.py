@@ -9,6 +9,7 @@ the mean loss, still on the device.
 """
 
 import keras
+from handwritten_torch import make_torch_window
 
 
 def make_window(
@@ -43,6 +44,8 @@ def make_window(
     if keras.backend.backend() == "jax":
         make = _make_jax_window if is_fused else _make_jax_stream
         return make(model, optimizer, loss_fn, is_guarded)
+    if keras.backend.backend() == "torch":
+        return make_torch_window(model, optimizer, loss_fn, is_guarded)
     return _make_tensorflow_window(
         model,
         optimizer,

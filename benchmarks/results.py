@@ -37,8 +37,8 @@ INTRODUCTION = """\
 How long an update takes, of ours and of others, on one processor. Made by
 `benchmarks/bench.py --write` from what `measured.json` keeps of every
 contender: spreads, further ones, and each cell's date and versions.
-`NOTES.md` says what was learnt on the way. No GPU has been measured yet: none
-was at hand.
+`NOTES.md` says what was learnt on the way. On a GPU, `make bench-gpu` makes a
+[page of its own](RESULTS-GPU.md).
 
 A cell is a model with `micro-batch size x micro-batches`; all contenders take
 turns, round by round, on the same data from the same weights. The columns:

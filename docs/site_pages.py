@@ -20,6 +20,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/RESULTS.md": "benchmarks/results.md",
+    "benchmarks/RESULTS-GPU.md": "benchmarks/results-gpu.md",
     "benchmarks/NOTES.md": "benchmarks/notes.md",
 }
 PICTURES = ("benchmarks/*.png",)

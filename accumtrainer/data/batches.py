@@ -92,6 +92,21 @@ class Window:
             for i in range(self.micro_batches)
         )
 
+    def head(self, micro_batches: int) -> "Window":
+        """Return a window of the first micro-batches, without copying.
+
+        Examples:
+            >>> window = window_of_rows(Batch(np.arange(6)), (2, 2, 2))
+            >>> window.head(2).sizes
+            (2, 2)
+        """
+        return replace(
+            self,
+            stacked=map_leaves(lambda leaf: leaf[:micro_batches], self.stacked),
+            parts=None if self.parts is None else self.parts[:micro_batches],
+            sizes=self.sizes[:micro_batches],
+        )
+
     def as_shard(self, processes: int) -> "Window":
         """Say that each of several processes has a window like this one.
 

@@ -1,6 +1,7 @@
 """How large micro-batches are: as asked for, or as large as fit into memory."""
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -118,13 +119,21 @@ class AutoSize:
         size, self._peak_bytes = largest_that_fits(
             sizes_of(self._samples_per_replica(window)),
             self._limit_bytes,
-            lambda size: step.peak_bytes(
-                window.recut(size * self._backend.replicas.count)
-            ),
+            lambda size: self._foresee(size, window, step),
         )
         if self._backend.replicas.processes > 1:
             size = int(self._backend.replicas.gather([size])[:, 0].min())
         self._size = size
+
+    def _foresee(self, size: int, window: Window, step: Step) -> int:
+        """Predict what a size takes: too much, where trying it already does."""
+        cut = window.recut(size * self._backend.replicas.count)
+        try:
+            return step.peak_bytes(cut)
+        except Exception as error:
+            if size == 1 or not self._backend.is_out_of_memory(error):
+                raise
+        return sys.maxsize
 
     def cut(self, window: Window) -> Window:
         """Return a window as it will run."""

@@ -6,6 +6,7 @@ import environments
 import forked
 import numpy as np
 import pytest
+from shortages import out_of_memory
 
 from accumtrainer import Accumulation, Callback, Trainer, peak_memory_bytes
 from accumtrainer.callbacks import Checkpoint, RunLog
@@ -244,6 +245,8 @@ class Shortage:
         measure: function from a window to how large they are.
     """
 
+    error = staticmethod(out_of_memory)
+
     def __init__(self, monkeypatch, most, measure=lambda w: max(w.sizes)):
         self.failures = 0
         run = Step.run
@@ -257,20 +260,6 @@ class Shortage:
             return report
 
         monkeypatch.setattr(Step, "run", run_short_of_memory)
-
-    @staticmethod
-    def error():
-        if BACKEND == "jax":
-            import jax
-
-            return jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
-        if BACKEND == "torch":
-            import torch
-
-            return torch.OutOfMemoryError("injected")
-        import tensorflow as tf
-
-        return tf.errors.ResourceExhaustedError(None, None, "injected")
 
 
 def test_window_that_does_not_fit_runs_again_in_smaller_pieces(

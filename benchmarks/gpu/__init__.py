@@ -1,0 +1,1 @@
+"""What a GPU is asked: precision, speed, memory, and what does not fit."""
