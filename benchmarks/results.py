@@ -14,6 +14,7 @@ import numpy as np
 
 FOLDER = Path(__file__).parent
 MEASURED = FOLDER / "measured.json"
+PIPELINES = FOLDER / "pipelines.json"
 PAGE = FOLDER / "RESULTS.md"
 
 OURS = "Trainer, auto"
@@ -55,6 +56,17 @@ turns, round by round, on the same data from the same weights. The columns:
   the model, ours / Keras's; on TensorFlow XLA alone leaves up to 200 behind.
 """
 
+OF_PIPELINES = """\
+## Where the data come from
+
+One round over 256 batches of 32 for the MLP, by `benchmarks/pipelines.py`:
+how many times as fast as Keras's the same method of ours is, each called by
+turns with the other. Medians over the turns, and in brackets the interval that
+holds the true median in 95 of 100 such measurements; `pipelines.json` has
+milliseconds and processor time too. *Accumulating* is over 8 batches. Much
+else ran on the same cores, so that an interval with 1 in it shows nothing.
+"""
+
 SECTIONS = {
     "Several micro-batches": lambda cell: (
         not _is_mixed(cell) and cell["micro_batches"] > 1
@@ -88,11 +100,36 @@ def keep(backend, key, **parts):
     measured = read()
     cell = measured.setdefault(backend, {}).setdefault(key, {})
     cell |= parts.pop("cell", {}) | parts
+    _write(MEASURED, measured)
+
+
+def keep_pipeline(backend, machine, name, method, numbers):
+    """Keep what was measured of a way to feed data, and when and where.
+
+    Args:
+        backend: str.
+        machine: str, versions and date.
+        name: str, where the data come from.
+        method: str, what was done with them.
+        numbers: dict.
+    """
+    measured = read_pipelines()
+    ways = measured.setdefault(backend, {})
+    ways.setdefault(name, {})[method] = numbers | {"machine": machine}
+    _write(PIPELINES, measured)
+
+
+def read_pipelines():
+    """Read what was measured of pipelines, dict by backend, way and method."""
+    return json.loads(PIPELINES.read_text()) if PIPELINES.exists() else {}
+
+
+def _write(path, measured):
     text = json.dumps(measured, indent=1)
     # A line for each contender, not for each of its numbers.
     for brackets in (r"\[[^\[\]{}]*\]", r"\{[^{}]*\}"):
         text = re.sub(brackets, lambda found: _on_one_line(found[0]), text)
-    MEASURED.write_text(text + "\n")
+    path.write_text(text + "\n")
 
 
 def _on_one_line(text):
@@ -110,6 +147,7 @@ def write_page():
             found = {k: cell for k, cell in cells.items() if is_in(cell)}
             if found:
                 lines += [f"### {title}", "", *_table(found), ""]
+    lines += _tell_pipelines()
     lines += ["## The models", ""]
     titles = {
         key.split()[0]: cell["title"]
@@ -118,6 +156,23 @@ def write_page():
     }
     lines += [f"- **{name}**: {title}" for name, title in titles.items()]
     PAGE.write_text("\n".join(lines) + "\n", "utf-8")
+
+
+def _tell_pipelines():
+    """Return the page's lines on pipelines, none if there is no number."""
+    measured = read_pipelines()
+    lines = [OF_PIPELINES] if measured else []
+    for backend, ways in sorted(measured.items()):
+        methods = list(dict.fromkeys(m for way in ways.values() for m in way))
+        rows = [(backend, *methods)]
+        for name, way in ways.items():
+            ratios = [way.get(method, {}).get("ratio") for method in methods]
+            found = [
+                "{:.2f} ({:.2f}-{:.2f})".format(*r) if r else "" for r in ratios
+            ]
+            rows.append((name, *found))
+        lines += [*format_table(rows), ""]
+    return lines
 
 
 def _is_mixed(cell):

@@ -20,10 +20,7 @@ def run(script, *arguments):
     # Here the dtypes are as users have them; optax mixes some, for example.
     environment = environments.of_one_backend({"JAX_NUMPY_DTYPE_PROMOTION"})
     finished = forked.run(
-        [
-            *(BENCHMARKS / script, "--rounds", "2"),
-            *("--round-secs", "0.01", *arguments),
-        ],
+        [BENCHMARKS / script, "--rounds", "2", *arguments],
         environment,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
@@ -31,7 +28,7 @@ def run(script, *arguments):
 
 
 def bench(*arguments):
-    return run("bench.py", *arguments)
+    return run("bench.py", "--round-secs", "0.01", *arguments)
 
 
 def rows_of(table):
@@ -73,10 +70,32 @@ def test_memory_is_measured_in_a_process_of_its_own():
 
 
 def test_two_processes_are_compared_with_one():
-    printed = run("processes.py", "--cells", "tiny", "--micro-batches", "2")
+    printed = run(
+        *("processes.py", "--round-secs", "0.01"),
+        *("--cells", "tiny", "--micro-batches", "2"),
+    )
     heading, ratio = printed.splitlines()[-1].rsplit(", ", 1)
     assert heading.startswith("tiny, 2 micro-batches, 2 rounds: ")
     assert re.fullmatch(r"[\d.]+x \([\d.]+x-[\d.]+x\)", ratio)
+
+
+def test_methods_are_compared_by_where_their_data_come_from():
+    printed = run(
+        *("pipelines.py", "--batches", "8", "--only", "arrays, validated"),
+        *("PyDataset, 2 workers", "Grain", "generator"),
+    )
+    lines = printed.splitlines()[1:]
+    ratio = r"[\d.]+x \([\d.]+x-[\d.]+x\)"
+    told = rf"(.+?)  +(\w.*?)  .* ms, {ratio}, processor {ratio}"
+    found = [re.fullmatch(told, line).groups() for line in lines]
+    trainings = ["fit", "fit, accumulating"]
+    asked = [*trainings, "evaluate", "predict"]
+    assert found == [
+        *(("arrays, validated", method) for method in trainings),
+        *(("PyDataset, 2 workers", method) for method in asked),
+        *(("Grain", method) for method in asked),
+        *(("generator", method) for method in asked),
+    ]
 
 
 @pytest.fixture
@@ -92,6 +111,7 @@ def results(monkeypatch, tmp_path):
 
     monkeypatch.setattr(results, "FOLDER", tmp_path)
     monkeypatch.setattr(results, "MEASURED", tmp_path / "measured.json")
+    monkeypatch.setattr(results, "PIPELINES", tmp_path / "pipelines.json")
     monkeypatch.setattr(results, "PAGE", tmp_path / "RESULTS.md")
     return results
 
@@ -205,3 +225,17 @@ def test_window_by_hand_skips_bad_gradients_where_it_is_guarded(
     assert np.isnan(float(train(x * np.nan, y)))
     after = float(train(x, y))
     assert (after < before) if is_guarded else np.isnan(after)
+
+
+def test_page_shows_the_ratios_of_each_pipeline(results):
+    keep(results, times=TIMES)
+    numbers = {"ratio": [1.5, 1.25, 2.0]}
+    results.keep_pipeline("jax", "a machine", "arrays", "fit", numbers)
+    results.keep_pipeline("jax", "a machine", "tf.data", "predict", numbers)
+    results.write_page()
+    rows = rows_of(results.PAGE.read_text())
+    assert rows["jax"] == ["fit", "predict"]
+    assert rows["arrays"] == ["1.50 (1.25-2.00)", ""]
+    assert rows["tf.data"] == ["", "1.50 (1.25-2.00)"]
+    kept = results.read_pipelines()["jax"]["arrays"]["fit"]
+    assert kept == numbers | {"machine": "a machine"}

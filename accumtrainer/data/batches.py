@@ -161,8 +161,13 @@ def empty_for_device(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return np.ndarray(shape, dtype, memory, -memory.ctypes.data % ALIGNMENT)
 
 
-def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Make an array for a window, `empty_for_device` if that is worth it."""
+def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Make an array for a window, `empty_for_device` if that is worth it.
+
+    Examples:
+        >>> empty((2, 3), np.dtype("float32")).shape
+        (2, 3)
+    """
     size_bytes = math.prod(shape) * dtype.itemsize
     is_small = size_bytes < WORTH_ALIGNING
     make = np.empty if is_small or dtype.hasobject else empty_for_device
@@ -183,7 +188,7 @@ def take_rows(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
         >>> take_rows(np.array([5, 6, 7]), np.array([[2, 0]]))
         array([[7, 5]])
     """
-    gathered = _empty(rows.shape + array.shape[1:], array.dtype)
+    gathered = empty(rows.shape + array.shape[1:], array.dtype)
     # NumPy would write through a buffer first where it has to look for rows
     # that are not there.
     return array.take(rows, axis=0, out=gathered, mode="clip")
@@ -193,7 +198,7 @@ def stack(*arrays: np.ndarray) -> np.ndarray:
     """Stack arrays of one shape and type, as `np.stack` does."""
     first = arrays[0]
     shape = (len(arrays), *first.shape)
-    return np.stack(arrays, out=_empty(shape, first.dtype))
+    return np.stack(arrays, out=empty(shape, first.dtype))
 
 
 def map_leaves(function: Callable[..., Any], *nests: Nest) -> Nest:

@@ -17,6 +17,7 @@ from accumtrainer.data.batches import (
     named_arrays,
     window_of_batches,
 )
+from accumtrainer.data.closing import begin
 from accumtrainer.data.position import Position, fingerprint
 from accumtrainer.data.preprocessing import Preprocessing
 from accumtrainer.data.reading import unpack, weigh_classes
@@ -373,7 +374,7 @@ class IterableSource(Source):
             self._iterator = self._iterable
         elif is_new or self._iterator is None:
             self._times_begun += 1
-            self._iterator = iter(self._iterable)
+            self._iterator = begin(self._iterable)
         return self._iterator
 
 

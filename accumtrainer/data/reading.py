@@ -1,14 +1,47 @@
 """Reads what users and their loaders give as arrays."""
 
+import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from accumtrainer import errors
-from accumtrainer.data.batches import Batch, leaves, map_leaves
+from accumtrainer.data.batches import Batch, empty, leaves, map_leaves
 from accumtrainer.keras_api import keras, tree
 from accumtrainer.keras_api.types import Nest
+
+
+class _Traits(NamedTuple):
+    """What a type of leaves is known to be, by the names of its classes."""
+
+    is_sparse: bool
+    is_torch: bool
+    is_pandas: bool
+
+
+@functools.lru_cache(maxsize=64)
+def _traits_of(kind: type) -> _Traits:
+    """Look at a type once: loaders yield the same ones batch after batch."""
+    module = kind.__module__
+    return _Traits(
+        is_sparse=kind.__name__ in ("RaggedTensor", "SparseTensor")
+        or module.startswith(("scipy.sparse", "jax.experimental")),
+        is_torch=any(c.__module__ == "torch" for c in kind.__mro__),
+        is_pandas=module.startswith("pandas"),
+    )
+
+
+def _traits(leaf: Any) -> _Traits:
+    kind: Any = type(leaf)
+    return _traits_of(kind)
+
+
+@functools.lru_cache(maxsize=64)
+def _dtype_read(dtype: np.dtype, floatx: str) -> np.dtype:
+    """Return the type that arrays of a type are read in."""
+    # By name, because bfloat16 is no float to NumPy.
+    return np.dtype(floatx) if "float" in dtype.name else dtype
 
 
 def refuse_sparse(name: str, nest: Any) -> None:
@@ -24,13 +57,11 @@ def refuse_sparse(name: str, nest: Any) -> None:
         TypeError: a leaf is sparse or ragged.
     """
     for leaf in leaves(nest):
-        kind = type(leaf)
-        is_sparse = kind.__name__ in ("RaggedTensor", "SparseTensor")
-        module = kind.__module__
-        if is_sparse or module.startswith(("scipy.sparse", "jax.experimental")):
+        if _traits(leaf).is_sparse:
+            kind = type(leaf)
             raise TypeError(
                 errors.SPARSE.format(
-                    name=name, received=f"{module}.{kind.__name__}"
+                    name=name, received=f"{kind.__module__}.{kind.__name__}"
                 )
             )
 
@@ -65,18 +96,20 @@ def _as_array(leaf: Any, name: str, copy: bool) -> np.ndarray:
         raise TypeError(
             errors.NOT_AN_ARRAY.format(name=name, received=_describe(leaf))
         )
-    if type(leaf).__module__.startswith("pandas") and array.ndim == 1:
+    if array.ndim == 1 and _traits(leaf).is_pandas:
         array = array[:, None]
-    # By name, because bfloat16 is no float to NumPy.
-    is_float = "float" in array.dtype.name
-    dtype = keras.config.floatx() if is_float else array.dtype
-    return array.astype(dtype, order="C" if copy else "K", copy=copy)
+    dtype = _dtype_read(array.dtype, keras.config.floatx())
+    if not copy:
+        return array.astype(dtype, copy=False)
+    # Where a device would copy it again, it begins as devices want it.
+    copied = empty(array.shape, dtype)
+    copied[...] = array
+    return copied
 
 
 def _readable(leaf: Any) -> Any:
     """Make of a torch tensor one that NumPy can read; leave others alone."""
-    kind = type(leaf)
-    if not any(c.__module__ == "torch" for c in kind.__mro__):
+    if not _traits(leaf).is_torch:
         return leaf
     tensor = leaf.detach().cpu()
     # NumPy has neither bfloat16 nor the float8 types, of which float32 holds

@@ -21,6 +21,7 @@ from accumtrainer.steps import (
 )
 from accumtrainer.training.input_checks import compile_option, has_own_loss
 from accumtrainer.training.own_evaluation import OwnEvaluation, evaluates_itself
+from accumtrainer.training.predictions import Predictions
 from accumtrainer.window.evaluation import EvaluationProgram
 from accumtrainer.window.objective import names_of
 from accumtrainer.window.parts import WindowParts
@@ -141,7 +142,7 @@ class Evaluator:
             Nest of NumPy arrays, one row per sample; ragged tensors where the
             predictions of batches differ in length, on TensorFlow.
         """
-        outputs: list[Any] = []
+        outputs = Predictions(self._check_shapes)
         model = self._model
         model.stop_predicting = False
         items = items_of_all(source, self._backend.replicas)
@@ -153,14 +154,14 @@ class Evaluator:
                     if not outputs:
                         self._check_text(Batch(batch.x))
                     predicted = self._step.predict(Batch(batch.x))
-                    outputs.append(tree.map_structure(np.asarray, predicted))
-                    self._check_shapes(outputs[0], outputs[-1])
+                    outputs.add(predicted, window.size_bytes)
                 dispatcher.call("on_predict_batch_end", index, {})
                 if rest is not None:
                     rest()
                 if self._agrees_on(model.stop_predicting):
                     break
-        return tree.map_structure(self._join, *outputs)
+            parts = outputs.read()
+        return tree.map_structure(self._join, *parts)
 
     def _check_text(self, batch: Batch) -> None:
         compile_option(

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from accumtrainer import Trainer
+from accumtrainer.data.batches import ALIGNMENT, WORTH_ALIGNING
 from accumtrainer.data.sources import make_source
 from accumtrainer.keras_api import BACKEND, keras
 
@@ -299,3 +300,12 @@ def test_grain_data_loader_trains_like_numpy(arrays, grain):
         worker_count=0,
     )
     assert_trains_like_numpy(arrays, loader)
+
+
+def test_large_batches_begin_where_devices_want_them_to():
+    # Where they do not, each is copied again on its way to the device.
+    x = np.zeros([WORTH_ALIGNING // 4 + 3, 1], "float32")
+    source = make_source([(x[i:], x[i:]) for i in range(3)])
+    for batch in source.iterate(0):
+        for array in (batch.x, batch.y):
+            assert array.ctypes.data % ALIGNMENT == 0
