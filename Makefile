@@ -4,12 +4,14 @@
 #   make test     run the tests, once per backend, then what holds with Keras
 #                 Core too, and then the tests that come with Keras for its own
 #                 training and callbacks, through a Trainer: again per backend;
-#                 last the examples in docstrings
+#                 last the examples in docstrings. PyTorch is left out where it
+#                 cannot be installed
 #   make test-keras_own-jax  those of Keras alone; what may fail, and why, is in
 #                 tests/keras_own_tests/may_fail.py
 #   make test-python3.12  the same with that Python, and the newest versions of
-#                 everything, in .venv-3.12; make test-pythons with each Python
-#                 from 3.11 to 3.13 that is on the PATH or among pyenv's
+#                 everything, in .venv-3.12, without PyTorch; make test-pythons
+#                 with each Python from 3.11 to 3.13 that is on the PATH or among
+#                 pyenv's
 #   make check    what continuous integration expects: format, lint, types,
 #                 the site, tests
 #   make docs     build the site, build/site/index.html
@@ -34,7 +36,7 @@ PYTHON ?= python3
 PYTHONS ?= 3.11 3.12 3.13
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
-BACKENDS ?= tensorflow jax
+BACKENDS ?= tensorflow jax torch
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 KILLS ?= 200
@@ -52,7 +54,8 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(BACKENDS:%=$(VENV)/.installed-%)
 TESTS := $(BACKENDS:%=test-%)
-KERAS_CORE_TESTS := $(BACKENDS:%=test-keras_core-%)
+# Keras Core runs on the first two.
+KERAS_CORE_TESTS := $(patsubst %,test-keras_core-%,$(filter-out torch,$(BACKENDS)))
 KERAS_OWN_TESTS := $(BACKENDS:%=test-keras_own-%)
 
 .PHONY: demo test $(TESTS) $(KERAS_CORE_TESTS) $(KERAS_OWN_TESTS) \
@@ -65,12 +68,18 @@ demo: $(INSTALLED)
 
 test: $(TESTS) $(KERAS_CORE_TESTS) $(KERAS_OWN_TESTS) doctest
 
+# A backend that could not be installed is left out, and that is said.
+if_installed = $(BIN)/python -c 'import importlib.util as u, sys; \
+	sys.exit(not u.find_spec("$1"))' || { \
+		echo "$1 is not installed: its tests are left out."; exit 0; };
+
 # The tests of a file on one worker make what they share once. In the order of
 # their names, the files that take longest are not the last.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
 $(TESTS): test-%: $(INSTALLED)
-	KERAS_BACKEND=$* $(BIN)/python -m pytest -n 2 $(BY_FILE) $(PYTEST_ARGS)
+	$(call if_installed,$*) \
+		KERAS_BACKEND=$* $(BIN)/python -m pytest -n 2 $(BY_FILE) $(PYTEST_ARGS)
 
 # tests/support/keras_core_contract.py says which of their tests Keras Core is
 # held to; this prints which of those it cannot pass, and why.
@@ -86,7 +95,7 @@ $(KERAS_CORE_TESTS): test-keras_core-%: $(INSTALLED)
 # From where Keras is installed; once with a batch as one micro-batch, once with
 # batches that are cut, of which most leave a smaller micro-batch over.
 $(KERAS_OWN_TESTS): test-keras_own-%: $(INSTALLED)
-	for size in "" "--micro-batch-size 3"; do \
+	$(call if_installed,$*) for size in "" "--micro-batch-size 3"; do \
 		PYTHONPATH=tests/keras_own_tests KERAS_BACKEND=$* \
 			$(BIN)/python -m pytest -n 2 --noconftest -p through_trainer \
 			-rs --disable-warnings $$size --pyargs \
@@ -103,7 +112,8 @@ find_python = $(firstword $(foreach path, \
 test-python%:
 	@test -n "$(call find_python,$*)" || \
 		(echo "There is no Python $* on the PATH or among pyenv's."; exit 1)
-	env -u KERAS_BACKEND $(MAKE) test BACKENDS="$(BACKENDS)" CONSTRAINTS= \
+	env -u KERAS_BACKEND $(MAKE) test CONSTRAINTS= \
+		BACKENDS="$(filter-out torch,$(BACKENDS))" \
 		VENV=.venv-$* PYTHON=$(call find_python,$*)
 
 test-pythons:
@@ -175,12 +185,17 @@ clean:
 # the next target then installs again, all backends at once.
 EMPTY :=
 HUB := $(if $(filter tensorflow,$(BACKENDS)),keras-hub)
-EXTRAS := $(subst $(EMPTY) ,$(EMPTY),dev $(BACKENDS:%=,%) $(HUB:%=,%))
+# PyTorch has no wheel everywhere, and the others do without it.
+NEEDED := $(if $(filter-out torch,$(BACKENDS)),$(filter-out torch,$(BACKENDS)),torch)
+EXTRAS := $(subst $(EMPTY) ,$(EMPTY),dev $(NEEDED:%=,%) $(HUB:%=,%))
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	$(CONSTRAINTS:%=--constraint %) --editable
 $(INSTALLED) &: pyproject.toml $(CONSTRAINTS)
 	@echo "Installing for $(BACKENDS) into $(VENV); this takes some minutes."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-		--editable '.[$(EXTRAS)]' $(CONSTRAINTS:%=--constraint %)
+	$(INSTALL) '.[$(EXTRAS)]'
+	$(if $(filter torch,$(BACKENDS)),$(INSTALL) '.[torch]' || \
+		echo "PyTorch cannot be installed here.")
 	@touch $(INSTALLED)
 
 .venv-peers/.installed: benchmarks/requirements-peers.txt

@@ -154,6 +154,12 @@ UNSUPPORTED_BACKEND = (
     "is imported, and install accumtrainer[{first}], for example."
 )
 
+KERAS_CORE_ON_TORCH = (
+    "Keras Core must run on TensorFlow or JAX. Received: KERAS_BACKEND='torch' "
+    "with ACCUMTRAINER_KERAS='keras_core'. Use Keras 3, which is Keras Core "
+    "under its last name, or another backend."
+)
+
 UNKNOWN_HOOK = (
     "A subclass of Trainer must define only methods that somebody calls. "
     "Received: {cls}.{name}, which is no hook. {remedy} The hooks are "

@@ -64,14 +64,15 @@ def train(path, *options, backend=BACKEND):
     return np.load(path)
 
 
-# An environment may have one backend only, and the suite runs in either.
-needs_both_backends = pytest.mark.skipif(
-    not (util.find_spec("jax") and util.find_spec("tensorflow")),
-    reason="runs TensorFlow and JAX, of which one is not installed",
+# An environment may have one backend only, and the suite runs in any.
+INSTALLED = [n for n in ("tensorflow", "jax", "torch") if util.find_spec(n)]
+needs_several_backends = pytest.mark.skipif(
+    len(INSTALLED) < 2, reason="compares backends, of which one is installed"
 )
 # Such a test starts a process per backend, whichever is in use here.
 once_is_enough = pytest.mark.skipif(
-    BACKEND == "jax", reason="runs both backends itself, so once is enough"
+    BACKEND != INSTALLED[0],
+    reason="runs all backends itself, so once is enough",
 )
 
 
@@ -90,22 +91,25 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     return {
         backend: train(folder / f"{backend}.npz", backend=backend)
-        for backend in ("tensorflow", "jax")
+        for backend in INSTALLED
     }
 
 
-@needs_both_backends
+@needs_several_backends
 @once_is_enough
 def test_backends_agree_after_twenty_updates(whole):
-    assert set(whole["tensorflow"]) == set(whole["jax"])
-    for model in ("make_mlp", "make_conv", "make_transformer"):
-        assert_close(whole["jax"], whole["tensorflow"], model)
+    first, *others = whole.values()
+    for other in others:
+        assert set(other) == set(first)
+        for model in ("make_mlp", "make_conv", "make_transformer"):
+            assert_close(other, first, model)
 
 
-@needs_both_backends
+@needs_several_backends
 @once_is_enough
 @pytest.mark.parametrize(
-    ("first", "second"), [("tensorflow", "jax"), ("jax", "tensorflow")]
+    ("first", "second"),
+    zip(INSTALLED, INSTALLED[1:] + INSTALLED[:1], strict=True),
 )
 def test_run_of_one_backend_goes_on_with_the_other(
     tmp_path, whole, first, second
@@ -120,7 +124,7 @@ def test_run_of_one_backend_goes_on_with_the_other(
     assert_close(gone_on, whole[second], "make_mlp")
 
 
-@pytest.mark.parametrize("other", ["tensorflow", "jax"])
+@pytest.mark.parametrize("other", ["tensorflow", "jax", "torch"])
 def test_backend_trains_without_the_other_one(other):
     if other == BACKEND:
         pytest.skip("is about the backend that is not in use")
@@ -130,8 +134,9 @@ def test_backend_trains_without_the_other_one(other):
 
 
 def test_unsupported_backend_is_refused_with_the_supported_ones(monkeypatch):
-    monkeypatch.setattr("accumtrainer.steps.BACKEND", "torch")
-    with pytest.raises(ImportError, match=r"jax or tensorflow.*'torch'"):
+    monkeypatch.setattr("accumtrainer.steps.BACKEND", "openvino")
+    names = r"jax or tensorflow or torch.*'openvino'"
+    with pytest.raises(ImportError, match=names):
         make_backend()
 
 

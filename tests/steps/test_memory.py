@@ -49,6 +49,13 @@ if BACKEND == "tensorflow":
         """Count the graphs there are; one holds all that was traced."""
         return sum(issubclass(type(o), tf.Graph) for o in gc.get_objects())
 
+elif BACKEND == "torch":
+    from accumtrainer.steps.torch.graphs import Graph
+
+    def count_what_is_kept():
+        """Count the programs there are."""
+        return sum(issubclass(type(o), Graph) for o in gc.get_objects())
+
 elif BACKEND == "jax":
     import jax
 
@@ -174,7 +181,9 @@ def test_table_shows_what_rematerialization_saves():
         return row.peak_bytes
 
     kept = 6 * 1024 * 512 * 4  # one array for each wide layer
-    assert peak(None) - peak("activations") > 0.8 * kept
+    # On PyTorch Keras keeps what an activation is given, and saves nothing.
+    mode = "full" if BACKEND == "torch" else "activations"
+    assert peak(None) - peak(mode) > 0.8 * kept
 
 
 def test_whole_batch_is_one_micro_batch_where_it_fits(data, capsys):
@@ -255,6 +264,10 @@ class Shortage:
             import jax
 
             return jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
+        if BACKEND == "torch":
+            import torch
+
+            return torch.OutOfMemoryError("injected")
         import tensorflow as tf
 
         return tf.errors.ResourceExhaustedError(None, None, "injected")

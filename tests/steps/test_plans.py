@@ -355,6 +355,8 @@ print(json.dumps(counts))
 @pytest.fixture(scope="module", params=["fused", "streamed"])
 def compilations(request, tmp_path_factory):
     """Give the number of programs that XLA compiled in each part of a run."""
+    if BACKEND == "torch":
+        pytest.skip("PyTorch has no XLA; tests/steps/test_torch.py counts")
     directory = tmp_path_factory.mktemp("xla")
     environment = os.environ | {
         "XLA_FLAGS": f"--xla_dump_to={directory}",
@@ -451,7 +453,7 @@ def test_layer_that_xla_cannot_compile_switches_it_off(choose):
     model = dense()
     model.layers[0].supports_jit = False
     # On JAX XLA is what compiles at all.
-    plan = {"tensorflow": "fused", "jax": "fused, XLA"}[BACKEND]
+    plan = {"jax": "fused, XLA", "torch": "streamed"}.get(BACKEND, "fused")
     assert choose({"MatMul"}, model) == plan
 
 

@@ -15,11 +15,10 @@ from torch.utils import _python_dispatch
 
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch
-from accumtrainer.keras_api import tree
+from accumtrainer.keras_api import KERAS_NAME, tree
 from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
 from accumtrainer.steps.backend import Backend, HasVariables
 from accumtrainer.steps.memory import Backup
-from accumtrainer.steps.process_memory import ProcessPeak
 from accumtrainer.steps.torch import memory
 from accumtrainer.steps.torch.gradients import (
     gradients,
@@ -34,7 +33,7 @@ from accumtrainer.steps.torch.seeds import (
     draw_from_own_states,
     recorded_draws,
 )
-from accumtrainer.steps.torch.tensors import to_tensor
+from accumtrainer.steps.torch.tensors import default_device, to_tensor
 from accumtrainer.window.weighing import Shares
 
 
@@ -67,6 +66,8 @@ class TorchBackend(Backend):
         compiles_all_shapes: bool,
     ) -> "Backend":
         del compiles_all_shapes
+        if KERAS_NAME != "keras":
+            raise ImportError(errors.KERAS_CORE_ON_TORCH)
         if model is not None:
             draw_from_own_states(model)
         return cls(run_eagerly=run_eagerly)
@@ -78,7 +79,7 @@ class TorchBackend(Backend):
         return "streamed", False
 
     def has_accelerator(self) -> bool:
-        return torch.accelerator.is_available()
+        return default_device().type != "cpu"
 
     @property
     def compiles_evaluation(self) -> bool:
@@ -266,12 +267,13 @@ class TorchBackend(Backend):
         backup = Backup(variables)
         held = sum(v.value.nbytes for v in variables)
         try:
-            has_devices = self.has_accelerator()
-            with memory.DevicePeak() if has_devices else ProcessPeak() as peak:
+            run()  # records
+            devices = memory.devices()
+            with memory.DevicePeak() if devices else memory.TensorPeak() as p:
                 run()
         finally:
             backup.put_back()
-        return held + peak.bytes
+        return held + p.bytes
 
     # Inside `Model.fit`.
 
@@ -290,6 +292,9 @@ class TorchBackend(Backend):
     # To look at what it does.
 
     def start_trace(self, directory: str) -> None:
+        # Of two at once the second one ends the process.
+        if torch.autograd.profiler._is_profiler_enabled:
+            raise RuntimeError("A profiler of PyTorch is running already.")
         self._profile = torch.profiler.profile(
             on_trace_ready=torch.profiler.tensorboard_trace_handler(directory)
         )

@@ -8,7 +8,7 @@ import torch
 
 from accumtrainer.keras_api import tree
 from accumtrainer.keras_api.types import Nest, Tensor, Variable
-from accumtrainer.steps.torch.scopes import Pending
+from accumtrainer.steps.torch.scopes import Pending, Repeating
 
 Objective = Callable[..., tuple[Tensor, Nest]]
 
@@ -25,12 +25,14 @@ def gradients(
     """
     leaves = [value.detach().requires_grad_() for value in values]
     count = len(variables)
-    scope = Pending(None, zip(variables, leaves[:count], strict=True))
-    with torch.enable_grad(), scope:
+    given = list(zip(variables, leaves[:count], strict=True))
+    with torch.enable_grad(), Pending(None, given) as scope:
         total, nest = objective(*leaves[count:])
     found: Sequence[Tensor | None] = [None] * len(leaves)
     if total.requires_grad:
-        found = torch.autograd.grad(total, leaves, allow_unused=True)
+        # What is rematerialized runs again, and finds what it has found.
+        with Repeating(None, given):
+            found = torch.autograd.grad(total, leaves, allow_unused=True)
     scope.assign()
     return tree.map_structure(_detached, nest), list(found)
 

@@ -15,6 +15,7 @@ from accumtrainer.keras_api.types import Nest, Tensor, Variable
 from accumtrainer.steps.backend import HasVariables
 from accumtrainer.steps.torch.graphs import Graph
 from accumtrainer.steps.torch.scopes import Memory, Pending
+from accumtrainer.steps.torch.source import describe
 from accumtrainer.steps.torch.tensors import to_tensor
 
 MOST_SHAPES = 8
@@ -119,7 +120,7 @@ class Program:
                         return Recording(graph, recorder.structure, further)
                     further += recorder.missing
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".split("\n")[0]
+            reason = describe(error)
         if self._compiles:
             warnings.warn(
                 errors.WITHOUT_TORCH_COMPILE.format(error=reason), stacklevel=2

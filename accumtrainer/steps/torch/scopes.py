@@ -153,6 +153,16 @@ class Pending(keras.StatelessScope):
         return unknown
 
 
+class Repeating(Pending):
+    """A scope in which variables keep the values they have, whoever assigns.
+
+    A layer that runs again in here, however often, draws what it has drawn.
+    """
+
+    def add_update(self, update: tuple[Variable, Tensor]) -> None:
+        """Leave a variable as it is."""
+
+
 class Copied(Pending):
     """A scope in which variables have copies of their values.
 

@@ -1,6 +1,7 @@
 """Recorded operations made into a function of Python, or a compiled one."""
 
 import operator
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -71,7 +72,7 @@ class _Compiled:
                 warnings.simplefilter("ignore", DeprecationWarning)
                 return self._function(*tensors)
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".split("\n")[0]
+            reason = describe(error)
             self._function = otherwise()
         result = self._function(*tensors)  # or else what was wrong comes again
         warnings.warn(
@@ -194,3 +195,10 @@ class _Writer:
         name = f"c{len(self.names)}"
         self.names[name] = value
         return name
+
+
+def describe(error: Exception) -> str:
+    """Say in a line what an error says in many."""
+    # Keras puts its own words in the place of those that some errors have.
+    said = str(error).strip() or getattr(error, "cond", "")
+    return textwrap.shorten(f"{type(error).__name__}: {said}", 300)

@@ -1,0 +1,230 @@
+"""Claims about what is peculiar to PyTorch: what is recorded, and draws."""
+
+import numpy as np
+import pytest
+
+from accumtrainer import Accumulation, Trainer, record_trace
+from accumtrainer.callbacks import GradientAccumulation
+from accumtrainer.keras_api import BACKEND, keras, ops
+
+if BACKEND != "torch":
+    pytest.skip("is about PyTorch", allow_module_level=True)
+
+import torch
+from keras.src.backend.torch import random as keras_random
+
+from accumtrainer.steps.torch import source
+from accumtrainer.steps.torch.backend import TorchBackend
+from accumtrainer.steps.torch.graphs import Graph
+
+layers = keras.layers
+X = np.random.default_rng(0).normal(size=(24, 5)).astype("float32")
+Y = np.random.default_rng(1).integers(3, size=24)
+
+
+def make_model(make_more=None):
+    keras.utils.set_random_seed(3)
+    more = [] if make_more is None else [make_more()]
+    return keras.Sequential(
+        [
+            keras.Input([5]),
+            layers.Dense(8, activation="relu"),
+            layers.BatchNormalization(),
+            *more,
+            layers.Dense(3),
+        ]
+    )
+
+
+def train(model, *, x=X, trainer_type=Trainer, epochs=2, **options):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    options = {
+        "optimizer": keras.optimizers.Adam(0.01, clipnorm=0.5),
+        "loss": loss,
+        "metrics": ["accuracy"],
+        "accumulation": Accumulation(micro_batch_size=4),
+        "seed": 0,
+    } | options
+    trainer = trainer_type(model, **options)
+    trainer.fit(x, Y, batch_size=12, epochs=epochs, verbose=0)
+    return trainer
+
+
+def everything(trainer):
+    variables = [*trainer.model.variables, *trainer.optimizer.variables]
+    return [ops.convert_to_numpy(variable) for variable in variables]
+
+
+def assert_same(trainer, other):
+    for one, two in zip(everything(trainer), everything(other), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """List the programs that are recorded."""
+    programs = []
+    init = Graph.__init__
+
+    def note(graph, *arguments, **options):
+        init(graph, *arguments, **options)
+        programs.append(graph)
+
+    monkeypatch.setattr(Graph, "__init__", note)
+    return programs
+
+
+# Recorded programs compute what the operations do one by one, to the bit.
+
+
+@pytest.fixture(params=["streamed", "fused"])
+def plan(request, use_plan):
+    """Have windows run by either plan, recorded or not."""
+    use_plan(request.param)
+    return request.param
+
+
+@pytest.mark.parametrize(
+    "make_more",
+    [None, lambda: layers.Dropout(0.3), lambda: layers.GaussianNoise(0.1)],
+    ids=["plain", "dropout", "noise"],
+)
+def test_recorded_programs_compute_what_operations_do(
+    recorded, plan, make_more
+):
+    one = train(make_model(make_more))
+    count = {"streamed": 2, "fused": 1}[plan]
+    assert len(recorded) == count
+    assert_same(one, train(make_model(make_more), run_eagerly=True))
+    assert len(recorded) == count
+
+
+def test_equal_windows_are_recorded_once(recorded):
+    trainer = train(make_model())
+    assert len(recorded) == 2  # of a micro-batch, and to apply
+    trainer.fit(X, Y, batch_size=12, verbose=0)
+    trainer.train_on_batch(X[:12], Y[:12])
+    assert len(recorded) == 2
+    trainer.fit(X[:15], Y[:15], batch_size=12, verbose=0)
+    assert len(recorded) > 2
+
+
+def test_window_that_is_skipped_takes_the_other_way(plan):
+    x = X.copy()
+    x[0] = np.inf
+    one = train(make_model(), x=x)
+    assert one.progress.skipped_updates == 2
+    assert_same(one, train(make_model(), x=x, run_eagerly=True))
+
+
+class LooksAtNumbers(layers.Layer):
+    def call(self, inputs):
+        return inputs * 2.0 if inputs.sum() > 0 else inputs
+
+
+def test_what_looks_at_numbers_runs_operation_by_operation(recorded, plan):
+    one = train(make_model(LooksAtNumbers))
+    assert_same(one, train(make_model(LooksAtNumbers), run_eagerly=True))
+    assert len(recorded) == (plan == "streamed")  # to apply
+
+
+def test_compiling_what_cannot_be_recorded_says_why():
+    with pytest.warns(UserWarning, match="run without it.*data-dependent"):
+        train(make_model(LooksAtNumbers), jit_compile=True)
+
+
+def test_compiled_programs_make_the_updates_of_recorded_ones(monkeypatch):
+    monkeypatch.setattr(source, "COMPILER", "inductor")
+    one = train(make_model(), jit_compile=True)
+    for a, b in zip(
+        everything(one), everything(train(make_model())), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_programs_that_the_compiler_refuses_run_without_it(monkeypatch):
+    def refuse(module, inputs):
+        raise RuntimeError("no such code")
+
+    monkeypatch.setattr(source, "COMPILER", refuse)
+    with pytest.warns(UserWarning, match="no such code"):
+        one = train(make_model(), jit_compile=True)
+    assert_same(one, train(make_model()))
+
+
+# On a device that runs ahead, nothing waits for it: both ways are computed.
+
+
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_ways_are_selected_where_the_host_must_not_wait(monkeypatch, is_bad):
+    x = X.copy()
+    x[0] = np.inf if is_bad else x[0]
+    expected = train(make_model(), x=x)
+    monkeypatch.setattr(TorchBackend, "has_accelerator", lambda self: True)
+    monkeypatch.setattr(torch.Tensor, "__bool__", None)
+    assert_same(train(make_model(), x=x), expected)
+
+
+# Draws.
+
+
+def test_layers_without_a_seed_draw_from_states_of_their_own():
+    def run():
+        torch.manual_seed(0)
+        return train(make_model(lambda: layers.Dropout(0.3)))
+
+    first = run()
+    torch.rand(7)
+    assert_same(first, run())
+    model = make_model(lambda: layers.Dropout(0.3))
+    before = torch.get_rng_state()
+    train(model)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_keras_makes_generators_and_knows_of_seeds_as_it_did():
+    state = keras.random.SeedGenerator()
+    assert state._initial_seed is None
+    first = keras_random.torch_seed_generator(keras.random.SeedGenerator(5))
+    assert first.initial_seed() == 5
+    seeds = ops.convert_to_numpy(keras.random.SeedGenerator(5).next())
+    assert int(seeds.sum()) == 5
+
+
+# What belongs to others.
+
+
+def test_weights_of_samples_are_left_as_they_are():
+    weights = np.linspace(0.5, 1.5, 24).astype("float32")
+    tokens = np.random.default_rng(2).integers(0, 4, size=(24, 5))
+    model = keras.Sequential(
+        [
+            keras.Input([5], dtype="int32"),
+            layers.Embedding(4, 3, mask_zero=True),
+            layers.Dense(2),
+        ]
+    )
+    loss = keras.losses.MeanSquaredError()
+    trainer = Trainer(model, optimizer="sgd", loss=loss, accumulation=2)
+    before = weights.copy()
+    y = np.zeros([24, 5, 2], "float32")
+    trainer.fit(tokens, y, sample_weight=weights, batch_size=4, verbose=0)
+    np.testing.assert_array_equal(weights, before)
+
+
+def test_profiler_of_the_user_is_not_disturbed(tmp_path):
+    with torch.profiler.profile():
+        with pytest.raises(RuntimeError, match="running already"):
+            with record_trace(tmp_path):
+                pass
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_last_window_of_unknown_data_is_applied_inside_fit():
+    model = make_model()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss)
+    callback = GradientAccumulation(4)
+    batches = ((X[i : i + 4], Y[i : i + 4]) for i in range(0, 24, 4))
+    model.fit(batches, callbacks=[callback], shuffle=False, verbose=0)
+    assert callback.progress.updates == 2
