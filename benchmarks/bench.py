@@ -12,9 +12,11 @@ taken round by round.
     python benchmarks/bench.py --peers .venv-peers/bin/python
     KERAS_BACKEND=jax python benchmarks/bench.py --memory --write
     python benchmarks/bench.py --cells gpt --micro-batches 4 128 --only-memory
+    python benchmarks/bench.py --k1 --memory --write --missing
 
-`--memory` runs every contender once more, in a process of its own, and
-measures what an update takes at its peak beyond the model.
+`--write` keeps each cell as soon as it was measured; a run that was ended goes
+on with `--missing`. `--memory` runs every contender once more, in a process of
+its own, and measures what an update takes at its peak beyond the model.
 """
 
 import argparse
