@@ -12,9 +12,11 @@ taken round by round.
     python benchmarks/bench.py --peers .venv-peers/bin/python
     KERAS_BACKEND=jax python benchmarks/bench.py --memory --write
     python benchmarks/bench.py --cells gpt --micro-batches 4 128 --only-memory
+    python benchmarks/bench.py --k1 --memory --write --missing
 
-`--memory` runs every contender once more, in a process of its own, and
-measures what an update takes at its peak beyond the model.
+`--write` keeps each cell as soon as it was measured; a run that was ended goes
+on with `--missing`. `--memory` runs every contender once more, in a process of
+its own, and measures what an update takes at its peak beyond the model.
 """
 
 import argparse
@@ -26,7 +28,7 @@ from cells import CELLS
 from contenders import BACKEND, CONTENDERS, PEERS
 from measuring import measure, start_backend
 from peaks import measure_peak, peak_of_one, peak_of_peer
-from results import PAGE, draw, keep, write_page
+from results import PAGE, draw, keep, read, write_page
 from telling import (
     OURS,
     REFERENCE,
@@ -116,6 +118,12 @@ def add_what_is_made_of_it(parser):
         "--write", action="store_true", help=f"update {PAGE.name}"
     )
     parser.add_argument(
+        "--missing",
+        action="store_true",
+        help="leave out cells of which all was kept that is asked for, as when "
+        "a run with --write that was ended goes on",
+    )
+    parser.add_argument(
         "--peak-of-one", action="store_true", help=argparse.SUPPRESS
     )
 
@@ -168,6 +176,14 @@ def key_of(cell):
     return cell.key + f" {policy}" * (policy != "float32")
 
 
+def is_kept(cell, arguments):
+    """Return whether all was kept of a cell that would be measured."""
+    asked = {"times": not arguments.only_memory}
+    asked["peaks"] = arguments.memory or arguments.only_memory
+    kept = read().get(BACKEND, {}).get(key_of(cell), {})
+    return all(part in kept for part, is_asked in asked.items() if is_asked)
+
+
 def describe(cell, arguments, timings, peaks):
     """Return the lines that tell of a cell."""
     lines = [
@@ -218,6 +234,8 @@ def main():
     start_backend()
     for name, cell in make_cells(arguments):
         timings, peaks = {}, None
+        if arguments.missing and is_kept(cell, arguments):
+            continue
         if not arguments.only_memory:
             timings = measure_times(cell, arguments)
             fallen += compare_with_recorded(key_of(cell), summarize(timings))

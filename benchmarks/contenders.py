@@ -10,11 +10,17 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import keras
 import numpy as np
-from handwritten import make_optax_loop, make_recipe, make_window
+from handwritten import (
+    make_optax_loop,
+    make_recipe,
+    make_torch_loop,
+    make_window,
+)
 
 from accumtrainer import Accumulation, Trainer
 
@@ -90,6 +96,12 @@ def trainer_with_xla(cell, model):
 def trainer_without_xla(cell, model):
     """Keep XLA away from our Trainer."""
     return run_trainer("Trainer, no XLA", cell, model, jit_compile=False)
+
+
+@contender("torch")
+def trainer_compiled(cell, model):
+    """Have `torch.compile` compile our Trainer."""
+    return run_trainer("Trainer, compiled", cell, model, jit_compile=True)
 
 
 def run_trainer(name, cell, model, *, jit_compile):
@@ -271,7 +283,17 @@ def recipe(cell, model):
     return run_by_hand("accumulate/apply recipe", cell, window)
 
 
-def run_handwritten(name, cell, model, *, jit_compile=True, **options):
+@contender("torch")
+def loop(cell, model):
+    """Treat the Keras model as any module of PyTorch, in a loop by hand."""
+    return run_by_hand(
+        "PyTorch loop over the Keras model", cell, make_torch_loop(model)
+    )
+
+
+def run_handwritten(
+    name, cell, model, *, jit_compile=BACKEND != "torch", **options
+):
     """Get a hand-written window ready, `Runner`."""
     window = make_window(
         model,
@@ -324,6 +346,8 @@ def start_peer(name, cell, model, python):
     """
     command = command_of_peer(name, cell, python)
     peers = [Peer(command, threads) for threads in (None, 1)]
+    if BACKEND == "torch":
+        check_version(peers[0].versions["torch"])
     ours = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
     if peers[0].parameters != ours:
         raise AssertionError(
@@ -339,6 +363,16 @@ def start_peer(name, cell, model, python):
         describe=lambda: "1 thread" if fastest.threads else "",
         close=fastest.close,
     )
+
+
+def check_version(theirs):
+    """Make sure that peers compute with the PyTorch that Keras uses here."""
+    ours = metadata.version("torch")
+    if theirs != ours:
+        raise AssertionError(
+            f"Peers run on PyTorch {theirs}, Keras on {ours}. Install the "
+            "same for both."
+        )
 
 
 def command_of_peer(name, cell, python):
@@ -375,7 +409,9 @@ class Peer:
             env=os.environ | limit | (environment or {}),
         )
         self.id = self._process.pid
-        self.parameters = self._read()["parameters"]
+        about = self._read()
+        self.parameters = about["parameters"]
+        self.versions = about["versions"]
 
     def fit(self, updates):
         """Make some updates, and return their mean loss."""

@@ -41,6 +41,8 @@ def make_window(
         nothing, to wait for the device.
     """
     optimizer.build(model.trainable_variables)
+    if keras.backend.backend() == "torch":
+        return _make_torch_window(model, optimizer, loss_fn, is_guarded)
     if keras.backend.backend() == "jax":
         make = _make_jax_window if is_fused else _make_jax_stream
         return make(model, optimizer, loss_fn, is_guarded)
@@ -215,6 +217,70 @@ def _make_tensorflow_window(
         return total * scale
 
     return window, lambda: weights[0].numpy()
+
+
+def _make_torch_window(model, optimizer, loss_fn, is_guarded):
+    import torch
+
+    variables = model.trainable_variables
+
+    def apply(gradients):
+        if is_guarded:
+            square = sum((g * g).sum() for g in gradients)
+            if not square.isfinite():
+                return
+        with torch.no_grad():
+            optimizer.apply(gradients, variables)
+
+    return _accumulate_in_torch(model, loss_fn, apply)
+
+
+def make_torch_loop(model):
+    """Make the update that PyTorch users write, of a Keras model.
+
+    Loss and optimizer are PyTorch's own, with the numbers of Keras.
+
+    Args:
+        model: `keras.Model`, built, of logits.
+
+    Returns:
+        Pair of functions, as of `make_window`.
+    """
+    import torch
+
+    weights = [variable.value for variable in model.trainable_variables]
+    optimizer = torch.optim.Adam(weights, lr=1e-3, eps=1e-7)
+
+    def loss_fn(targets, logits):
+        return torch.nn.functional.cross_entropy(
+            logits.flatten(0, -2), targets.flatten().long()
+        )
+
+    return _accumulate_in_torch(model, loss_fn, lambda _: optimizer.step())
+
+
+def _accumulate_in_torch(model, loss_fn, apply):
+    import torch
+
+    weights = [variable.value for variable in model.trainable_variables]
+
+    def run(x, y):
+        total = 0.0
+        x, y = map(keras.ops.convert_to_tensor, (x, y))
+        for batch, targets in zip(x, y, strict=True):
+            loss = loss_fn(targets, model(batch, training=True))
+            (loss / len(x)).backward()
+            total += loss.detach()
+        apply([weight.grad for weight in weights])
+        for weight in weights:
+            weight.grad = None
+        return total / len(x)
+
+    def wait():
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    return run, wait
 
 
 def make_recipe(model, optimizer, loss_fn):

@@ -7,6 +7,7 @@ import time
 import keras
 import numpy as np
 from contenders import BACKEND, CONTENDERS, PEERS, Runner, start_peer
+from threads import choose_threads
 
 STARTED_AGAIN = (
     "trainer",
@@ -91,6 +92,9 @@ def measure(cell, contenders, *, rounds, round_secs, starts=3, python=None):
             )
             for name in PEERS
         }
+    if BACKEND == "torch":
+        for name in contenders:
+            timings[name].runner = choose_threads(timings[name].runner)
     for timing in timings.values():
         warm_up(timing, round_secs, cell.most_updates)
     for _ in range(rounds):

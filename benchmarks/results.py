@@ -19,7 +19,22 @@ PAGE = FOLDER / "RESULTS.md"
 
 OURS = "Trainer, auto"
 KERAS = "Keras fit, accumulating"
-RATIOS = ("Keras", "Lightning", "by hand", "by hand, guarded")
+LOOP = "PyTorch loop"
+LOOP_OVER_KERAS = "PyTorch loop, Keras model"
+COLUMNS = {
+    "Keras": "Keras",
+    "Lightning": "Lightning",
+    "Accelerate": "Accelerate",
+    LOOP: "loop",
+    LOOP_OVER_KERAS: "Keras in a loop",
+    "by hand": "by hand",
+    "by hand, guarded": "guarded",
+}
+"""The ratios of a table, and what heads their columns."""
+
+BARS = ("Keras", "Lightning", "by hand")
+"""The ratios of a picture."""
+
 DRAWN = (
     "mlp 32x8",
     "mlp 4x32",
@@ -49,7 +64,12 @@ turns, round by round, on the same data from the same weights. The columns:
   ours, times those of Keras's `fit` with `gradient_accumulation_steps`, of
   Lightning on PyTorch, of the fastest window written by hand for the backend,
   and of the fastest that skips what is not finite, as ours does. Above 1 ours
-  is faster. Lightning computes with PyTorch's kernels, not with these.
+  is faster. Lightning computes with PyTorch's kernels, on torch with the same
+  as ours, elsewhere not with these.
+- **Accelerate**, **loop**, **Keras in a loop**: on torch also Accelerate's, and
+  those of a plain loop with PyTorch's own loss and optimizer: over the same
+  model written in PyTorch, and over the Keras model. All on torch run with one
+  thread or with PyTorch's default, whichever is faster for them.
 - **first update**: seconds from a model to its first update, compilation
   included, ours / Keras's as it compiles by default.
 - **MiB**: what two updates take at their peak in a process of their own beyond
@@ -76,6 +96,14 @@ SECTIONS = {
     ),
     "In `mixed_bfloat16`": lambda cell: _is_mixed(cell),
 }
+
+
+WITH_SPREADS = ("torch",)
+SPREADS = """\
+### Each contender
+
+How many times as fast as it ours is: the median over the rounds, and in
+brackets the smallest and the largest."""
 
 
 def read():
@@ -147,6 +175,8 @@ def write_page():
             found = {k: cell for k, cell in cells.items() if is_in(cell)}
             if found:
                 lines += [f"### {title}", "", *_table(found), ""]
+        if backend in WITH_SPREADS and (table := _spreads(cells)):
+            lines += [SPREADS, "", *table, ""]
     lines += _tell_pipelines()
     lines += ["## The models", ""]
     titles = {
@@ -180,13 +210,8 @@ def _is_mixed(cell):
 
 
 def _table(cells):
-    heading = ("cell", "ms", "Keras", "Lightning", "by hand", "guarded")
-    rows = [(*heading, "first update", "MiB")]
-    names = [key.split()[0] for key in cells]
-    # Those of a model together, in the order in which models came.
-    for key, cell in sorted(
-        cells.items(), key=lambda item: names.index(item[0].split()[0])
-    ):
+    rows = [("cell", "ms", *COLUMNS.values(), "first update", "MiB")]
+    for key, cell in _by_model(cells):
         times, peaks = cell.get("times", {}), cell.get("peaks", {})
         contenders, ratios = times.get("contenders", {}), times.get("ratios")
         ours = _of(OURS, contenders) or {}
@@ -196,7 +221,7 @@ def _table(cells):
                 *_numbers(ours.get("ms_per_update", [])[:1], "{:,.2f}"),
                 *(
                     "".join(_numbers([(ratios or {}).get(name)], "{:.2f}"))
-                    for name in RATIOS
+                    for name in COLUMNS
                 ),
                 _both(contenders, "{:.1f}", "first_update_secs"),
                 _both(peaks.get("mib", {}), "{:,.0f}"),
@@ -204,6 +229,43 @@ def _table(cells):
         )
     filled = [any(column[1:]) for column in zip(*rows, strict=True)]
     return format_table([list(compress(row, filled)) for row in rows])
+
+
+def _by_model(cells):
+    """List cells, those of a model together, in the order models came in."""
+    names = [key.split()[0] for key in cells]
+    return sorted(
+        cells.items(), key=lambda item: names.index(item[0].split()[0])
+    )
+
+
+def _spreads(cells):
+    """Make a table of every contender's ratios, or an empty list."""
+    found = {
+        key: {
+            label.split(" (")[0]: numbers["advantage"]
+            for label, numbers in cell["times"]["contenders"].items()
+            if not label.startswith(OURS) and "advantage" in numbers
+        }
+        for key, cell in _by_model(cells)
+        if "times" in cell
+    }
+    names = list(dict.fromkeys(name for row in found.values() for name in row))
+    if not names:
+        return []
+    form = "{:.2f} ({:.2f}-{:.2f})"
+    return format_table(
+        [
+            ("cell", *names),
+            *(
+                (
+                    key,
+                    *(form.format(*row[n]) if n in row else "" for n in names),
+                )
+                for key, row in found.items()
+            ),
+        ]
+    )
 
 
 def _numbers(values, form):
@@ -264,7 +326,7 @@ def draw(backend):
     figure = Figure(figsize=(8, 1.3 + 0.55 * len(keys)), layout="tight")
     axes = figure.subplots()
     places = np.arange(len(keys))
-    for index, name in enumerate(RATIOS[:3]):
+    for index, name in enumerate(BARS):
         values = np.array([found.get(name, np.nan) for found in ratios])
         # From one to the ratio, left or right.
         bars = axes.barh(

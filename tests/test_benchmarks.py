@@ -1,5 +1,6 @@
 """What the benchmark promises: it runs, compares fairly, and tells."""
 
+import argparse
 import json
 import re
 import sys
@@ -147,6 +148,69 @@ def test_target_that_is_missed_is_told(telling):
     assert missed == "by hand 0.50x, target 0.98x: below"
 
 
+@pytest.mark.skipif(BACKEND != "torch", reason="loops are PyTorch's")
+def test_loops_of_pytorch_are_targets_where_kernels_are_the_same(telling):
+    small = telling.targets_of("mlp 32x8")
+    large = telling.targets_of("gpt 4x8")
+    assert small[telling.LOOP] < large[telling.LOOP] < 1
+    assert small["Keras"] == 1.5
+    assert large["Keras"] == large["Lightning"] == 1
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="these are PyTorch's threads")
+def test_contender_runs_with_the_threads_with_which_it_is_faster():
+    import time
+
+    import torch
+    from contenders import Runner
+    from threads import choose_threads
+
+    used, default = [], torch.get_num_threads()
+    torch.set_num_threads(3)
+
+    def fit(updates):
+        used.append(torch.get_num_threads())
+        time.sleep(0.01 * used[-1])
+        return 0.5
+
+    try:
+        runner = choose_threads(Runner(name="one", fit=fit))
+        assert runner.fit(1) == 0.5
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(default)
+    assert set(used) == {1, 3} and used[-1] == 1
+    assert runner.label == "one (1 thread)"
+
+
+def test_peers_compute_with_the_same_pytorch():
+    from contenders import check_version
+
+    pytest.importorskip("torch", reason="needs PyTorch")
+    import torch
+
+    check_version(torch.__version__)
+    with pytest.raises(AssertionError, match="Install the same"):
+        check_version("1.0")
+
+
+def test_run_that_was_ended_goes_on_with_what_is_missing(results, monkeypatch):
+    import bench
+
+    monkeypatch.setattr(bench, "read", results.read)
+    (_, cell), (_, other) = bench.make_cells(
+        argparse.Namespace(cells=["tiny"], micro_batches=[2], k1=True)
+    )
+    asked = argparse.Namespace(memory=True, only_memory=False)
+    assert not bench.is_kept(cell, asked)
+    keep(results, cell.key, times=TIMES)
+    assert not bench.is_kept(cell, asked)
+    asked.memory = False
+    assert bench.is_kept(cell, asked) and not bench.is_kept(other, asked)
+    asked.only_memory = True
+    assert not bench.is_kept(cell, asked)
+
+
 def test_peak_memory_is_told_beside_times(telling):
     rows = [("", "ms"), ("Keras fit", "3"), ("Keras fit (XLA)", "2")]
     peaks = {"Keras fit": 3 * 2**20, "Keras fit (XLA)": 2**31, "Other": 2**20}
@@ -155,6 +219,13 @@ def test_peak_memory_is_told_beside_times(telling):
         ("Keras fit", "3", "3 MiB"),
         ("Keras fit (XLA)", "2", "2,048 MiB"),
         ("Other", "", "1 MiB"),
+    ]
+
+
+def test_peak_memory_is_told_beside_times_that_say_more(telling):
+    rows = [("", "ms"), ("Trainer (fused, 1 thread)", "3")]
+    assert telling.add_peaks(rows, {"Trainer (fused)": 2**20})[1:] == [
+        ("Trainer (fused, 1 thread)", "3", "1 MiB")
     ]
 
 
@@ -190,6 +261,25 @@ def test_page_has_a_row_for_each_cell(results):
         "MiB": "5 / -"
     }
     assert rows["gpt 4x8"] == ["", "", "", "6 / -"]
+
+
+def test_page_shows_spreads_where_all_have_the_same_kernels(results):
+    contenders = {
+        "Trainer, auto (streamed, 1 thread)": {"advantage": [1, 1, 1]},
+        "Lightning (1 thread)": {"advantage": [1.5, 1.25, 2]},
+        "PyTorch loop": {"advantage": [1, 0.5, 1.75]},
+    }
+    ratios = {"Lightning": 1.5, results.LOOP: 1.0}
+    times = {"contenders": contenders, "ratios": ratios}
+    keep(results, "gpt 4x8", "torch", times=times)
+    results.write_page()
+    table, spreads = results.PAGE.read_text().split(results.SPREADS)
+    rows = rows_of(table)
+    assert rows["cell"] == ["Lightning", "loop"]
+    assert rows["gpt 4x8"] == ["1.50", "1.00"]
+    rows = rows_of(spreads)
+    assert rows["cell"] == ["Lightning", "PyTorch loop"]
+    assert rows["gpt 4x8"] == ["1.50 (1.25-2.00)", "1.00 (0.50-1.75)"]
 
 
 def test_page_is_made_of_what_was_measured(tmp_path, monkeypatch):
