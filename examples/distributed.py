@@ -10,10 +10,10 @@ process would:
     python examples/distributed.py
 
 On several machines give `--address` the name of the first one. Each process
-uses all devices it sees. Every one is given the same arrays and takes its
-share; a loader would yield its process's share. Process 0 alone prints and
-saves. With `--checkpoints`, a folder all processes can read, a run that was
-broken off goes on where it was.
+uses all devices it sees, on PyTorch one of them. Every one is given the same
+arrays and takes its share; a loader would yield its process's share. Process 0
+alone prints and saves. With `--checkpoints`, a folder all processes can read,
+a run that was broken off goes on where it was.
 """
 
 import argparse
@@ -54,10 +54,24 @@ def join(processes, process, address, port):
                 heartbeat_timeout_seconds=10,
             )
         return keras.distribution.DataParallel().scope()
-    import tensorflow as tf
-
     if processes == 1:
         return contextlib.nullcontext()
+    if keras.backend.backend() == "torch":
+        import torch
+
+        has_gpus = torch.cuda.is_available()
+        if has_gpus:
+            torch.cuda.set_device(process % torch.cuda.device_count())
+        torch.distributed.init_process_group(
+            "nccl" if has_gpus else "gloo",
+            init_method=f"tcp://{address}:{port}",
+            world_size=processes,
+            rank=process,
+        )
+        # The first update begins with the weights of process 0.
+        return contextlib.nullcontext()
+    import tensorflow as tf
+
     # TensorFlow wants to know where each one is; here all are on one machine.
     workers = [f"{address}:{port + index}" for index in range(processes)]
     task = {"type": "worker", "index": process}

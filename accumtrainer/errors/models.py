@@ -74,7 +74,15 @@ NOT_WITH_REPLICAS = (
     "A model of several replicas must be trained as replicas can: compiled, on "
     "Keras 3, and exchanging nothing within an update. Received: {replicas} "
     "replicas, with {received}. Leave that out, or build the model outside of "
-    "the strategy or distribution."
+    "the strategy or distribution; on PyTorch, before "
+    "torch.distributed.init_process_group."
+)
+
+WRAPPED_MODEL = (
+    "model must be a keras.Model. Received: {wrapper}, with a {model} in it. "
+    "Give the Trainer the model itself, model.module. Where several processes "
+    "have joined by torch.distributed, it adds their gradients up, once per "
+    "update; DistributedDataParallel would after every micro-batch."
 )
 
 WRITTEN_PER_EXAMPLE = (

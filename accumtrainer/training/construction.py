@@ -44,6 +44,13 @@ def check_model(model: Any) -> None:
     """
     refuse_other_keras("model", model)
     if not isinstance(model, keras.Model):
+        wrapped = getattr(model, "module", None)
+        if isinstance(wrapped, keras.Model):
+            raise TypeError(
+                errors.WRAPPED_MODEL.format(
+                    wrapper=type(model).__name__, model=type(wrapped).__name__
+                )
+            )
         raise TypeError(
             "model must be a keras.Model. Received: "
             f"{type(model).__name__}. Wrap your layers in keras.Model or "

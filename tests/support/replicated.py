@@ -1,8 +1,11 @@
 """Models trained on one device and on several, for comparison."""
 
 import contextlib
+from unittest import mock
 
 import numpy as np
+import pytest
+from joined import JOINED
 from quickest import JIT_COMPILE
 
 from accumtrainer import (
@@ -11,11 +14,16 @@ from accumtrainer import (
 )
 from accumtrainer.keras_api import BACKEND, keras
 
+PROCESSES = int(JOINED.split()[1]) if JOINED else 1
+
 
 def distributed(count):
     """Make a scope in which models have so many replicas."""
     if count == 1:
+        return alone()
+    if count == PROCESSES:
         return contextlib.nullcontext()
+    need_devices()
     if BACKEND == "jax":
         devices = [f"cpu:{index}" for index in range(count)]
         return keras.distribution.DataParallel(devices=devices).scope()
@@ -26,6 +34,23 @@ def distributed(count):
     return tf.distribute.MirroredStrategy(
         devices, cross_device_ops=tf.distribute.ReductionToOneDevice()
     ).scope()
+
+
+def alone():
+    """Make a scope in which models have one replica, whoever has joined."""
+    if not JOINED:
+        return contextlib.nullcontext()
+    from accumtrainer.steps.torch import replicas
+
+    return mock.patch.object(replicas, "has_group", lambda: False)
+
+
+def need_devices():
+    """Skip the test where a process has but one device."""
+    if BACKEND == "torch":
+        reason = "on PyTorch a process has one device"
+        print(f"Not run: {reason}.")
+        pytest.skip(reason)
 
 
 def make_trainer(replicas, make_model, trainer_type=Trainer, **options):

@@ -278,6 +278,8 @@ def find_scope():
     """Return what makes the scope again that this is called in."""
     if BACKEND == "jax":
         return keras.distribution.distribution().scope
+    if BACKEND == "torch":
+        return contextlib.nullcontext
     import tensorflow as tf
 
     return tf.distribute.get_strategy().scope

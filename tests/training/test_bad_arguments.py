@@ -1,5 +1,7 @@
 """Claims about bad arguments of a Trainer: refused before training."""
 
+import types
+
 import pytest
 from refusals import (
     X,
@@ -327,6 +329,13 @@ def test_trainer_refuses_a_bad_argument(make, error, words):
             TypeError,
             "model must be a keras.Model",
             "Dense",
+        ),
+        row(
+            "wrapped-model",
+            lambda: types.SimpleNamespace(module=make_model()),
+            TypeError,
+            "in it",
+            "model.module",
         ),
         row(
             "model-with-train-step",

@@ -16,7 +16,7 @@ import pytest
 import shares_run
 
 from accumtrainer import Accumulation, errors
-from accumtrainer.keras_api import keras
+from accumtrainer.keras_api import BACKEND, keras
 
 SHARES = Path(__file__).with_name("shares_run.py")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "distributed.py"
@@ -204,7 +204,7 @@ def test_what_one_process_cannot_do_alone_is_an_error_in_all(
     shares, case, chief, other
 ):
     if case in shares_run.NEED_TWO_DEVICES and not shares_run.TWO_DEVICES:
-        reason = "TensorFlow has one device in a process without GPUs"
+        reason = f"a process has one device of {BACKEND} where are no GPUs"
         print(f"Not run: {reason}.")
         pytest.skip(reason)
     assert re.search(chief, (shares / f"{case}-0.txt").read_text())

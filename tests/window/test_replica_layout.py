@@ -11,6 +11,7 @@ from replicated import (
     distributed,
     make_mlp,
     make_trainer,
+    need_devices,
     targets,
     weights_of,
 )
@@ -51,6 +52,7 @@ def test_every_device_holds_the_same_weights(rng):
 
 def reductions(micro_batches):
     """List the kinds of numbers that an update reduces over its replicas."""
+    need_devices()
     script = Path(__file__).with_name("reductions_run.py")
     done = forked.run([script, str(micro_batches)], os.environ)
     assert done.returncode == 0, done.stderr
@@ -69,7 +71,7 @@ def test_update_reduces_once_whatever_its_micro_batches():
 
 def test_weights_may_be_split_over_devices_too(rng):
     if BACKEND != "jax":
-        reason = "Keras has no ModelParallel on TensorFlow"
+        reason = f"Keras has no ModelParallel on {BACKEND}"
         print(f"Not run: {reason}.")
         pytest.skip(reason)
     mesh = keras.distribution.DeviceMesh(

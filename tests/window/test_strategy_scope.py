@@ -9,6 +9,7 @@ from replicated import (
     assert_close,
     distributed,
     make_mlp,
+    need_devices,
     targets,
     weights_of,
 )
@@ -26,6 +27,7 @@ def scope_of_strategy(kind):
         return distributed(2)
     if BACKEND == "jax":
         return keras.distribution.DataParallel(devices=["cpu:0"]).scope()
+    need_devices()
     import tensorflow as tf
 
     if kind == "one device":
@@ -152,7 +154,7 @@ def test_equivalence_is_checked_inside_the_scope_and_outside(rng):
 
 def test_scope_of_another_strategy_is_refused(rng):
     if BACKEND != "tensorflow":
-        pytest.skip("JAX's distributions are not those of models")
+        pytest.skip("only strategies of TensorFlow are those of models")
     x, y = targets(rng, 16)
     trainer = Trainer(make_mlp(), optimizer="adam", loss="mse")
     for use in (

@@ -42,6 +42,7 @@ class TorchBackend(Backend):
 
     Args:
         run_eagerly: whether to run everything operation by operation.
+        is_alone: whether to keep to this process, whatever others there are.
     """
 
     name = "torch"
@@ -50,9 +51,9 @@ class TorchBackend(Backend):
     fit_hands_state_over = False
     fit_hands_batches = True
 
-    def __init__(self, *, run_eagerly: bool = False):
+    def __init__(self, *, run_eagerly: bool = False, is_alone: bool = True):
         self._run_eagerly = run_eagerly
-        self.replicas: TorchReplicas = TorchReplicas()
+        self.replicas: TorchReplicas = TorchReplicas(is_alone=is_alone)
         self._holders: dict[int, Holder] = {}
         self._is_recording = False
         self._is_mapping = False
@@ -70,7 +71,7 @@ class TorchBackend(Backend):
             raise ImportError(errors.KERAS_CORE_ON_TORCH)
         if model is not None:
             draw_from_own_states(model)
-        return cls(run_eagerly=run_eagerly)
+        return cls(run_eagerly=run_eagerly, is_alone=model is None)
 
     def prefer(
         self, *, loops_badly: bool, supports_jit: bool
@@ -107,7 +108,9 @@ class TorchBackend(Backend):
         *,
         jit_compile: bool,
     ) -> Any:
-        holder = self._holders.setdefault(id(program), Holder(program))
+        holder = self._holders.setdefault(
+            id(program), Holder(program, self.replicas.begin_alike)
+        )
         recording = None if self._run_eagerly else self._recording
         return Program(function, holder, recording, compiles=jit_compile)
 
@@ -248,7 +251,8 @@ class TorchBackend(Backend):
         reading: list[Variable],
         moving: Sequence[Variable] = (),
     ) -> Nest:
-        raise NotImplementedError
+        del reading  # they are where they always are
+        return self.replicas.sum(function, shares, moving)
 
     # Memory.
 

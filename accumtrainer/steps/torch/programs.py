@@ -27,10 +27,16 @@ class Holder:
 
     Args:
         program: lists them.
+        begin_alike: called with them before they are used.
     """
 
-    def __init__(self, program: HasVariables):
+    def __init__(
+        self,
+        program: HasVariables,
+        begin_alike: Callable[[Sequence[Variable]], None],
+    ):
         self._program = program
+        self._begin_alike = begin_alike
         self._memory: Memory | None = None
         self.variables: Sequence[Variable] = ()
 
@@ -41,6 +47,7 @@ class Holder:
             variables = self._program.all_variables
             if list(map(id, variables)) != list(map(id, self.variables)):
                 self.variables = variables
+                self._begin_alike(variables)
             self._memory = Memory(variables)
         return self._memory
 
