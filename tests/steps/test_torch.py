@@ -11,8 +11,8 @@ if BACKEND != "torch":
     pytest.skip("is about PyTorch", allow_module_level=True)
 
 import torch
-from keras.src.backend.torch import random as keras_random
 
+from accumtrainer.keras_api import torch_draws
 from accumtrainer.steps.torch import source
 from accumtrainer.steps.torch.backend import TorchBackend
 from accumtrainer.steps.torch.graphs import Graph
@@ -183,12 +183,22 @@ def test_layers_without_a_seed_draw_from_states_of_their_own():
 
 
 def test_keras_makes_generators_and_knows_of_seeds_as_it_did():
-    state = keras.random.SeedGenerator()
-    assert state._initial_seed is None
-    first = keras_random.torch_seed_generator(keras.random.SeedGenerator(5))
-    assert first.initial_seed() == 5
-    seeds = ops.convert_to_numpy(keras.random.SeedGenerator(5).next())
-    assert int(seeds.sum()) == 5
+    generator = keras.random.SeedGenerator()
+    assert torch_draws.lacks_seed(generator)
+    torch_draws.give_seed(generator, 3)
+    assert not torch_draws.lacks_seed(generator)
+    asked = []
+
+    def make(seed):
+        asked.append(int(torch_draws.draw_seed(seed)))
+        return torch.Generator().manual_seed(asked[-1])
+
+    five = keras.random.SeedGenerator(5)
+    expected = keras.random.uniform([3], seed=keras.random.SeedGenerator(5))
+    with torch_draws.making_generators(make):
+        drawn = keras.random.uniform([3], seed=five)
+    assert asked == [5]
+    assert torch.equal(drawn, expected)
 
 
 # What belongs to others.

@@ -36,6 +36,9 @@ from accumtrainer.steps.torch.seeds import (
 from accumtrainer.steps.torch.tensors import default_device, to_tensor
 from accumtrainer.window.weighing import Shares
 
+IS_PROFILING = "_is_profiler_enabled"
+"""What tells whether a profiler is running; it has no public name."""
+
 
 class TorchBackend(Backend):
     """The functions of a backend, on PyTorch.
@@ -297,7 +300,7 @@ class TorchBackend(Backend):
 
     def start_trace(self, directory: str) -> None:
         # Of two at once the second one ends the process.
-        if torch.autograd.profiler._is_profiler_enabled:
+        if getattr(torch.autograd.profiler, IS_PROFILING):
             raise RuntimeError("A profiler of PyTorch is running already.")
         self._profile = torch.profiler.profile(
             on_trace_ready=torch.profiler.tensorboard_trace_handler(directory)

@@ -261,25 +261,25 @@ def _is_zero(module: fx.GraphModule, node: fx.Node) -> bool:
     return node.target in {aten.zeros.default, aten.zeros_like.default}
 
 
+def _name_of(target: Any) -> str:
+    """Name an operation without its overload; `""` for other functions."""
+    is_operation = hasattr(target, "overloadpacket")
+    return target.name().split("::")[1].split(".")[0] if is_operation else ""
+
+
 def _changes_first(target: Any) -> bool:
-    schema = getattr(target, "_schema", None)
-    if schema is None or not schema.arguments or len(schema.returns) != 1:
-        return False
-    first, result = schema.arguments[0].alias_info, schema.returns[0].alias_info
-    return bool(first and first.is_write and result and result.is_write)
+    name = _name_of(target)
+    return name.endswith("_") and not name.startswith("_foreach")
 
 
 def _changed(graph: fx.Graph) -> set[fx.Node]:
-    """Find what operations change, or make a view of that may be changed."""
+    """Find what operations change, or may be a view of what they change."""
     changed: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        schema = getattr(node.target, "_schema", None)
-        if schema is None:
-            continue
-        for argument, given in zip(schema.arguments, node.args, strict=False):
-            alias = argument.alias_info
-            if alias and (alias.is_write or node in changed):
-                fx.node.map_arg(given, changed.add)
+        if node in changed:
+            changed.update(node.all_input_nodes)
+        elif _name_of(node.target).endswith("_"):
+            fx.node.map_arg(node.args[0], changed.add)
     return changed
 
 

@@ -9,13 +9,17 @@ when it runs.
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
-import keras.src.backend.torch.random as keras_random
 import torch
 from torch.overrides import TorchFunctionMode
 
 from accumtrainer.keras_api import flatten_layers, keras, ops
+from accumtrainer.keras_api.torch_draws import (
+    draw_seed,
+    give_seed,
+    lacks_seed,
+    making_generators,
+)
 from accumtrainer.keras_api.types import Model, Tensor
 from accumtrainer.steps.torch.tensors import default_device
 
@@ -23,37 +27,29 @@ from accumtrainer.steps.torch.tensors import default_device
 def draw_from_own_states(model: Model) -> None:
     """Have the layers of a model draw from the states of their generators.
 
-    `keras.random.dropout` draws from the one state of PyTorch, which belongs
-    to the process, where a generator was made without a seed. Nobody could
-    repeat what a window has drawn, nor go on from a checkpoint. Whether there
-    was a seed stands under a private name alone.
+    Dropout draws from the one state of PyTorch, which belongs to the process,
+    where it was given no seed. Nobody could repeat what a window has drawn, nor
+    go on from a checkpoint.
     """
     for layer in flatten_layers(model):
         for value in vars(layer).values():
-            if isinstance(value, keras.random.SeedGenerator):
-                if value._initial_seed is None:
-                    seed, _ = ops.convert_to_numpy(value.state).tolist()
-                    value._initial_seed = seed
+            is_generator = isinstance(value, keras.random.SeedGenerator)
+            if is_generator and lacks_seed(value):
+                seed, _ = ops.convert_to_numpy(value.state).tolist()
+                give_seed(value, seed)
 
 
 @contextlib.contextmanager
 def recorded_draws() -> Iterator[None]:
-    """Make a scope in which draws of Keras can be recorded.
-
-    `torch_seed_generator`, which makes generators, has no public name.
-    """
+    """Make a scope in which draws of Keras can be recorded."""
     seeds: dict[int, tuple[torch.Generator, Tensor]] = {}
 
-    def generator_of(seed: Any) -> torch.Generator:
-        first, second = keras_random.draw_seed(seed)
+    def make(seed: Any) -> torch.Generator:
         generator = torch.Generator()
-        seeds[id(generator)] = generator, first + second
+        seeds[id(generator)] = generator, draw_seed(seed)
         return generator
 
-    with (
-        mock.patch.object(keras_random, "torch_seed_generator", generator_of),
-        _Draws(seeds),
-    ):
+    with making_generators(make), _Draws(seeds):
         yield
 
 

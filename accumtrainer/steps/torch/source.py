@@ -119,10 +119,13 @@ def emitted(
 
 
 IN_LISTS = {
-    aten.add_.Tensor: torch._foreach_add_,
-    aten.zero_.default: torch._foreach_zero_,
+    aten.add_.Tensor: "_foreach_add_",
+    aten.zero_.default: "_foreach_zero_",
 }
-"""Operations that change one tensor, and those that change a list."""
+"""Operations that change one tensor, and those of PyTorch for a list.
+
+It has no other names for them, under which it documents them too.
+"""
 
 
 def _groups(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
@@ -172,7 +175,7 @@ class _Writer:
         node = group[0]
         if len(group) > 1:
             columns = zip(*(n.args for n in group), strict=True)
-            call = self._constant(IN_LISTS[node.target])
+            call = self._constant(getattr(torch, IN_LISTS[node.target]))
             return f"{call}({', '.join(self._write(list(c)) for c in columns)})"
         if node.target is operator.getitem:
             value, index = map(self._write, node.args)
