@@ -58,7 +58,7 @@ def original(cls, *parts, x, y):
     """Make an original, to be trained once through the data."""
     model = cls(*parts)
     model.compile(optimizer=sgd(), run_eagerly=True)
-    return Trained(lambda: model.train(x, y, BATCH_SIZE), list(parts))
+    return Trained(lambda: model.train_through(x, y, BATCH_SIZE), list(parts))
 
 
 def fitted(trainer, *models, x, y):
@@ -114,7 +114,7 @@ def wgan(options, feed=fed):
         model.compile(sgd(0.01), sgd(0.01), run_eagerly=True)
         y = TURNS, SHARES, LAST
         return Trained(
-            lambda: model.train(X, y, BATCH_SIZE), [critic, generator]
+            lambda: model.train_through(X, y, BATCH_SIZE), [critic, generator]
         )
     first, second = (options | {"optimizer": sgd(0.01)} for _ in range(2))
     trainers = (

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from accumulating import executions
 
 import accumtrainer
 from accumtrainer import Accumulation, Trainer, WindowLossTrainer
@@ -82,14 +83,15 @@ def frames_of(error):
 def stacks(monkeypatch):
     """List our frames of each call of a program, that call itself included."""
     programs = importlib.import_module(f"accumtrainer.steps.{BACKEND}.programs")
-    function = programs.Compiled.__call__
+    compiled = programs.Program if BACKEND == "torch" else programs.Compiled
+    function = compiled.__call__
     found = []
 
     def call(self, *arguments):
         found.append([*ours(traceback.extract_stack()), "Compiled.__call__"])
         return function(self, *arguments)
 
-    monkeypatch.setattr(programs.Compiled, "__call__", call)
+    monkeypatch.setattr(compiled, "__call__", call)
     return found
 
 
@@ -122,7 +124,7 @@ def test_one_frame_more_measures_what_a_window_must_know_first(stacks):
     assert len(longest(stacks)) == MOST_TO_A_PROGRAM + 1, longest(stacks)
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 3])
+@pytest.mark.parametrize("steps_per_execution", executions(1, 3))
 def test_few_frames_stand_between_the_fit_of_keras_and_a_program(
     steps_per_execution, stacks
 ):

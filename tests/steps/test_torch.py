@@ -46,7 +46,7 @@ def train(model, *, x=X, trainer_type=Trainer, epochs=2, **options):
         "seed": 0,
     } | options
     trainer = trainer_type(model, **options)
-    trainer.fit(x, Y, batch_size=12, epochs=epochs, verbose=0)
+    trainer.fit(x, Y, batch_size=12, epochs=epochs, shuffle=False, verbose=0)
     return trainer
 
 
@@ -163,6 +163,43 @@ def test_ways_are_selected_where_the_host_must_not_wait(monkeypatch, is_bad):
     monkeypatch.setattr(TorchBackend, "has_accelerator", lambda self: True)
     monkeypatch.setattr(torch.Tensor, "__bool__", None)
     assert_same(train(make_model(), x=x), expected)
+
+
+# Modules of PyTorch within a model of Keras.
+
+
+def wrap(*modules):
+    return keras.layers.TorchModuleWrapper(torch.nn.Sequential(*modules))
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_modules_of_pytorch_are_trained_as_by_keras(run_eagerly):
+    def make():
+        torch.manual_seed(0)
+        return make_model(lambda: wrap(torch.nn.Linear(8, 8), torch.nn.Tanh()))
+
+    def options():
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        return {"optimizer": keras.optimizers.SGD(0.1), "loss": loss}
+
+    model, plain = make(), make()
+    plain.set_weights(model.get_weights())
+    whole = Accumulation(micro_batch_size=12)
+    train(model, accumulation=whole, run_eagerly=run_eagerly, **options())
+    plain.compile(**options())
+    plain.fit(X, Y, batch_size=12, epochs=2, shuffle=False, verbose=0)
+    pairs = zip(model.get_weights(), plain.get_weights(), strict=True)
+    for one, other in pairs:
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_statistics_of_modules_move_once_per_micro_batch():
+    norm = torch.nn.BatchNorm1d(8)
+    model = make_model(lambda: wrap(norm))
+    before = int(norm.num_batches_tracked)  # Keras has looked at the layer
+    trainer = train(model, epochs=1)
+    trainer.evaluate(X, Y, verbose=0)
+    assert int(norm.num_batches_tracked) == before + 6
 
 
 # Draws.

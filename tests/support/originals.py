@@ -76,7 +76,7 @@ class Original(keras.Model):
         (optimizer or self.optimizer).apply(gradients, variables)
         return {"loss": value}
 
-    def train(self, x, y, batch_size):
+    def train_through(self, x, y, batch_size):
         """Train once through arrays, or nests of them, in their order."""
         if not IS_JAX:
             arguments = {"batch_size": batch_size, "shuffle": False}

@@ -54,9 +54,10 @@ class TorchBackend(Backend):
     fit_hands_state_over = False
     fit_hands_batches = True
 
-    def __init__(self, *, run_eagerly: bool = False, is_alone: bool = True):
+    def __init__(self, *, run_eagerly: bool = False, model: Any = None):
         self._run_eagerly = run_eagerly
-        self.replicas: TorchReplicas = TorchReplicas(is_alone=is_alone)
+        self._model = model
+        self.replicas: TorchReplicas = TorchReplicas(is_alone=model is None)
         self._holders: dict[int, Holder] = {}
         self._is_recording = False
         self._is_mapping = False
@@ -74,7 +75,7 @@ class TorchBackend(Backend):
             raise ImportError(errors.KERAS_CORE_ON_TORCH)
         if model is not None:
             draw_from_own_states(model)
-        return cls(run_eagerly=run_eagerly, is_alone=model is None)
+        return cls(run_eagerly=run_eagerly, model=model)
 
     def prefer(
         self, *, loops_badly: bool, supports_jit: bool
@@ -101,7 +102,8 @@ class TorchBackend(Backend):
         self, function: Callable[[Batch], Nest], batch: Batch
     ) -> set[str]:
         with torch.no_grad(), torch.random.fork_rng(), _Names() as names:
-            function(tree.map_structure(_to_tensor, batch))
+            with _unchanged_buffers(self._model):
+                function(tree.map_structure(_to_tensor, batch))
         return names.found
 
     def compile(
@@ -121,7 +123,7 @@ class TorchBackend(Backend):
     def _recording(self) -> Iterator[None]:
         self._is_recording = True
         try:
-            with recorded_draws():
+            with recorded_draws(), _unchanged_buffers(self._model):
                 yield
         finally:
             self._is_recording = False
@@ -327,6 +329,18 @@ class _Names(_python_dispatch.TorchDispatchMode):
         del types
         self.found.add(function.overloadpacket.__name__)
         return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _unchanged_buffers(model: Any) -> Iterator[None]:
+    """Put back what modules of PyTorch keep beside their parameters."""
+    buffers = [] if model is None else list(model.buffers())
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
 
 
 def _written(function: Callable[[], None]) -> Callable[[], None]:

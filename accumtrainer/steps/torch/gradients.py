@@ -8,7 +8,7 @@ import torch
 
 from accumtrainer.keras_api import tree
 from accumtrainer.keras_api.types import Nest, Tensor, Variable
-from accumtrainer.steps.torch.scopes import Pending, Repeating
+from accumtrainer.steps.torch.scopes import Pending, Repeating, innermost
 
 Objective = Callable[..., tuple[Tensor, Nest]]
 
@@ -23,8 +23,11 @@ def gradients(
     Args:
         values: of the variables, and then what the objective takes.
     """
-    leaves = [value.detach().requires_grad_() for value in values]
     count = len(variables)
+    leaves = [
+        *map(_leaf, variables, values[:count]),
+        *(value.detach().requires_grad_() for value in values[count:]),
+    ]
     given = list(zip(variables, leaves[:count], strict=True))
     with torch.enable_grad(), Pending(None, given) as scope:
         total, nest = objective(*leaves[count:])
@@ -35,6 +38,14 @@ def gradients(
             found = torch.autograd.grad(total, leaves, allow_unused=True)
     scope.assign()
     return tree.map_structure(_detached, nest), list(found)
+
+
+def _leaf(variable: Variable, value: Tensor) -> Tensor:
+    """Return a tensor by which to differentiate, of a variable's value."""
+    parameter = innermost().parameter(variable)
+    if parameter is not None and parameter.requires_grad:
+        return parameter
+    return value.detach().requires_grad_()
 
 
 def gradients_of_rows(

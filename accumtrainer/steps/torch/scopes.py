@@ -34,8 +34,13 @@ class Memory:
     ):
         self._is_recording = tensors is not None
         self.missing: dict[int, Variable] = {}
+        self._parameters: dict[int, Tensor] = {}
         if tensors is None:
-            tensors = (v.value.detach() for v in variables)
+            values = [variable.value for variable in variables]
+            self._parameters = dict(
+                zip(map(id, variables), values, strict=True)
+            )
+            tensors = (value.detach() for value in values)
         self._tensors = dict(zip(map(id, variables), tensors, strict=True))
         self.tensors = list(self._tensors.values())
         self._storages = {t.untyped_storage() for t in self.tensors}
@@ -48,6 +53,13 @@ class Memory:
             # What has no numbers while it is recorded will do.
             return ops.zeros(variable.shape, variable.dtype)
         return known
+
+    def parameter(self, variable: Variable) -> Tensor | None:
+        """Return the parameter of PyTorch that a variable is, if it is known.
+
+        A module of PyTorch computes with it, whatever values scopes give.
+        """
+        return self._parameters.get(id(variable))
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor is a variable's memory, or a part of it."""
@@ -120,6 +132,15 @@ class Pending(keras.StatelessScope):
             return True
         return self._before is not None and self._before.holds(tensor)
 
+    def parameter(self, variable: Variable) -> Tensor | None:
+        """Return the parameter that a variable is, unless it was assigned."""
+        if id(variable) in self._updates or id(variable) in self._given:
+            return None
+        before = self._before
+        if not isinstance(before, (Memory, Pending)):
+            return None
+        return before.parameter(variable)
+
     def updates(self) -> Iterator[tuple[Variable, Tensor]]:
         """List the variables that were assigned, and their new values."""
         return iter(self._updates.values())
@@ -179,8 +200,8 @@ class Copied(Pending):
 
 
 def innermost() -> Pending:
-    """Return the scope that is open, the last of several."""
-    return _open[-1]
+    """Return the scope that is open, the last of several, or an empty one."""
+    return _open[-1] if _open else Pending(None)
 
 
 _open: list[Pending] = []

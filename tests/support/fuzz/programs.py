@@ -120,6 +120,8 @@ def case_of(seed, backend):
     """
     draw = random.Random(seed)
     which, is_whole = draw_which(draw)
+    if backend == "torch" and which == "fit":
+        which = "whole" if is_whole else "steps"
     losses_from = draw.choices(["compile", "hook", "layers"], [85, 9, 6])[0]
     allowed = Allowed(
         batch_state=is_whole,
