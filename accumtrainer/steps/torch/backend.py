@@ -15,7 +15,7 @@ from torch.utils import _python_dispatch
 
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch
-from accumtrainer.keras_api import KERAS_NAME, tree
+from accumtrainer.keras_api import KERAS_NAME, flatten_layers, tree
 from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
 from accumtrainer.steps.backend import Backend, HasVariables
 from accumtrainer.steps.memory import Backup
@@ -334,12 +334,12 @@ class _Names(_python_dispatch.TorchDispatchMode):
 @contextlib.contextmanager
 def _unchanged_buffers(model: Any) -> Iterator[None]:
     """Put back what modules of PyTorch keep beside their parameters."""
-    buffers = [] if model is None else list(model.buffers())
-    before = [buffer.clone() for buffer in buffers]
+    layers = [] if model is None else flatten_layers(model)
+    before = {b: b.clone() for layer in layers for b in layer.buffers()}
     try:
         yield
     finally:
-        for buffer, value in zip(buffers, before, strict=True):
+        for buffer, value in before.items():
             buffer.copy_(value)
 
 
