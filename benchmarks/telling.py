@@ -12,6 +12,8 @@ import numpy as np
 from contenders import BACKEND
 from results import LOOP, LOOP_OVER_KERAS, format_table, ratios_of
 
+from accumtrainer.steps.plan import COMPILER
+
 OURS = "trainer"
 REFERENCE = "keras_accumulating"
 GUARDED = "by hand, guarded"
@@ -201,7 +203,7 @@ def compare_first_updates(timings):
 
 
 def _uses_xla(timing):
-    return "XLA" in timing.runner.describe()
+    return COMPILER in timing.runner.describe()
 
 
 def compare_with_targets(key, ratios):

@@ -10,7 +10,7 @@ from accumtrainer import Equivalence, RangeTest, notebook
 from accumtrainer.diagnosis.inspection import Finding, Inspection
 from accumtrainer.keras_api import keras
 from accumtrainer.steps.memory import MemoryPlan, MemoryRow
-from accumtrainer.steps.plan import Plan
+from accumtrainer.steps.plan import COMPILER, Plan
 
 pytestmark = pytest.mark.usefixtures("without_xla")
 
@@ -77,7 +77,7 @@ def test_memory_plan_is_a_table():
 
 def test_plan_is_a_table_of_what_is_known():
     shown = read(Plan(name="fused", jit_compile=True, peak_bytes=2**20))
-    assert shown.texts == ["fused, XLA"]
+    assert shown.texts == [f"fused, {COMPILER}"]
     assert ["peak memory, predicted", "1.00 MiB"] in shown.rows
     assert not any("measured" in row[0] for row in shown.rows)
 

@@ -4,10 +4,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from accumtrainer import notebook
-from accumtrainer.keras_api import flatten_layers
+from accumtrainer.keras_api import BACKEND, flatten_layers
 from accumtrainer.keras_api.types import Model
 from accumtrainer.steps.backend import Backend
 from accumtrainer.steps.memory import describe_bytes
+
+COMPILER = "torch.compile" if BACKEND == "torch" else "XLA"
+"""What compiles the calls of a plan that are compiled."""
 
 CONVOLUTIONS = frozenset(
     {
@@ -27,7 +30,8 @@ class Plan:
         name: `"fused"`, one compiled call per window, or `"streamed"`, one
             per micro-batch and one to apply. Windows of unequal micro-batches
             run streamed under both.
-        jit_compile: whether XLA compiles the calls.
+        jit_compile: whether XLA compiles the calls, or on PyTorch
+            `torch.compile`.
         run_eagerly: whether nothing is compiled, for debugging.
         micro_batch_size: samples per micro-batch on each device, where they
             were chosen to fit into memory; else `None`.
@@ -61,7 +65,7 @@ class Plan:
         if self.run_eagerly:
             words.append("eager")
         elif self.jit_compile:
-            words.append("XLA")
+            words.append(COMPILER)
         if self.micro_batch_size is not None:
             words.append(f"{self.micro_batch_size} samples at a time")
         if self.peak_bytes is not None and self.limit_bytes is not None:
