@@ -4,8 +4,9 @@
 #   make test     run the tests, once per backend, then what holds with Keras
 #                 Core too, and then the tests that come with Keras for its own
 #                 training and callbacks, through a Trainer: again per backend;
-#                 last the examples in docstrings. PyTorch is left out where it
-#                 cannot be installed
+#                 last the examples in docstrings. On TensorFlow, JAX and, where
+#                 it is installed in .venv, PyTorch; for all three
+#                 make test BACKENDS="tensorflow jax torch"
 #   make test-keras_own-jax  those of Keras alone; what may fail, and why, is in
 #                 tests/keras_own_tests/may_fail.py
 #   make test-python3.12  the same with that Python, and the newest versions of
@@ -39,7 +40,9 @@ PYTHON ?= python3
 PYTHONS ?= 3.11 3.12 3.13
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
-BACKENDS ?= tensorflow jax torch
+# PyTorch where it is installed; BACKENDS="tensorflow jax torch" installs it.
+BACKENDS ?= tensorflow jax $(patsubst %/torch/,torch,$(firstword \
+	$(wildcard $(VENV)/lib/python*/site-packages/torch/)))
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 GPU_PYTHON ?= python3
