@@ -349,8 +349,7 @@ def _written(function: Callable[[], None]) -> Callable[[], None]:
     def run() -> None:
         with Pending(None) as scope:
             function()
-        if scope.write():
-            raise NotImplementedError("unknown variables change")
+        scope.write()
 
     return run
 
