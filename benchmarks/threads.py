@@ -3,8 +3,6 @@
 import dataclasses
 import time
 
-import torch
-
 
 def choose_threads(runner):
     """Have a contender run with the threads with which it is faster.
@@ -18,6 +16,8 @@ def choose_threads(runner):
     Returns:
         `Runner`.
     """
+    import torch  # which other backends do without
+
     default = torch.get_num_threads()
 
     def fit_with(threads, updates):
