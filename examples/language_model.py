@@ -187,8 +187,13 @@ def compare_with_big_batch(model, batch):
 
 def default_precision():
     """Choose bfloat16 where there is an accelerator, which gains by it."""
-    devices = map(str.lower, keras.distribution.list_devices())
-    is_faster = any(not device.startswith("cpu") for device in devices)
+    if (
+        keras.backend.backend() == "torch"
+    ):  # of whose devices Keras keeps no list
+        is_faster = keras.ops.zeros(()).device.type != "cpu"
+    else:
+        devices = map(str.lower, keras.distribution.list_devices())
+        is_faster = any(not device.startswith("cpu") for device in devices)
     return "mixed_bfloat16" if is_faster else "float32"
 
 
