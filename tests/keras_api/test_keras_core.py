@@ -151,7 +151,9 @@ def run_on_keras_core(code):
     return done.stdout.splitlines()
 
 
-@pytest.mark.skipif(BACKEND == "torch", reason="is refused on PyTorch")
+@pytest.mark.skipif(
+    BACKEND == "torch", reason="Keras Core is refused on PyTorch"
+)
 def test_standing_on_keras_core_does_not_import_keras():
     *_, updates, imported = run_on_keras_core(TRAIN)
     assert updates == "updates 2"
