@@ -25,7 +25,7 @@ from accumtrainer.steps.torch.gradients import (
     gradients_of_rows,
     map_rows,
 )
-from accumtrainer.steps.torch.graphs import record_branch
+from accumtrainer.steps.torch.marks import record_branch
 from accumtrainer.steps.torch.programs import Holder, Program
 from accumtrainer.steps.torch.replicas import TorchReplicas
 from accumtrainer.steps.torch.scopes import Copied, Pending, innermost

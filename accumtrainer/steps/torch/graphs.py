@@ -14,10 +14,9 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from accumtrainer.keras_api.types import Tensor
+from accumtrainer.steps.torch.marks import IF, MARK
+from accumtrainer.steps.torch.shapes import is_view, simplify
 from accumtrainer.steps.torch.source import compiled, emitted
-
-IF, ELSE, END = range(3)
-"""Before which part of a branch a mark stands."""
 
 aten = torch.ops.aten
 
@@ -45,29 +44,6 @@ LIKE = {
 
 MOST_CONSTANT = 4096
 """How many elements a tensor may have that is kept and not made anew."""
-
-
-def _mark(predicate: torch.Tensor, part: int) -> None:
-    raise AssertionError(f"a mark is not run: {predicate}, {part}")
-
-
-_operation = torch.library.custom_op(
-    "accumtrainer::mark", _mark, mutates_args=()
-)
-_operation.register_fake(lambda predicate, part: None)
-MARK = torch.ops.accumtrainer.mark.default
-fx.node.has_side_effect(MARK)
-
-
-def record_branch(
-    predicate: Tensor, on_true: Callable[[], Any], on_false: Callable[[], Any]
-) -> None:
-    """Record two functions that change tensors, one of which is to run."""
-    MARK(predicate, IF)
-    on_true()
-    MARK(predicate, ELSE)
-    on_false()
-    MARK(predicate, END)
 
 
 class Graph:
@@ -253,6 +229,7 @@ def _tidy(module: fx.GraphModule) -> None:
             else:
                 _make_constant(module, node)
     graph.eliminate_dead_code()
+    simplify(module, changed)
 
 
 def _is_zero(module: fx.GraphModule, node: fx.Node) -> bool:
@@ -276,7 +253,7 @@ def _changed(graph: fx.Graph) -> set[fx.Node]:
     """Find what operations change, or may be a view of what they change."""
     changed: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if node in changed:
+        if node in changed and is_view(node):
             changed.update(node.all_input_nodes)
         elif _name_of(node.target).endswith("_"):
             fx.node.map_arg(node.args[0], changed.add)
@@ -321,5 +298,7 @@ def _make_constant(module: fx.GraphModule, node: fx.Node) -> None:
         made = node.target(*arguments[0], **arguments[1])
     module.register_buffer(name, made)
     with module.graph.inserting_before(node):
-        node.replace_all_uses_with(module.graph.get_attr(name))
+        constant = module.graph.get_attr(name)
+    constant.meta = dict(node.meta)
+    node.replace_all_uses_with(constant)
     module.graph.erase_node(node)

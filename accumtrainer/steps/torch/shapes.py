@@ -1,0 +1,313 @@
+"""Recorded operations, without the detours that einsum makes.
+
+Keras multiplies tensors by `einsum`, which moves axes to and fro and puts axes
+of length one between them until a product of matrices is left. Read one by one
+these steps are views and copies; together, most are nothing but another shape.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from accumtrainer.steps.torch.marks import END, IF, MARK
+
+aten = torch.ops.aten
+
+VIEW_OF_PRODUCT = "_unsafe_view"
+"""What shapes a product of more axes; it has no other name."""
+
+RESHAPES = {
+    aten.view.default,
+    getattr(aten, VIEW_OF_PRODUCT).default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze.default,
+}
+"""Operations that keep all elements in their order."""
+
+MOVES = {aten.permute.default, aten.transpose.int, aten.t.default}
+"""Operations that change the order of axes."""
+
+POOLS = {
+    aten.max_pool2d_with_indices.default: 0,
+    aten.max_pool2d_with_indices_backward.default: 1,
+    aten.avg_pool2d.default: 0,
+    aten.avg_pool2d_backward.default: 1,
+}
+"""Which argument of what pools is the image."""
+
+
+def simplify(module: fx.GraphModule, changed: set[fx.Node]) -> None:
+    """Put fewer operations in the place of those that only change shapes.
+
+    Products of matrices in a batch of one become products of matrices, to
+    which a bias is added at once; what is computed twice is computed once.
+
+    Args:
+        module: what was recorded.
+        changed: values that operations change in place.
+    """
+    graph = module.graph
+    for rules in (SHAPES, LAYOUTS, SUMS):
+        rewriter = _Rewriter(graph, changed)
+        for node in list(graph.nodes):
+            rewriter.rewrite(node, rules)
+        graph.eliminate_dead_code()
+        if rules is SHAPES:
+            _foresee_layouts(graph)
+
+
+def _foresee_layouts(graph: fx.Graph) -> None:
+    """Find out how values will lie in memory, of which only shapes are kept."""
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "call_function" and all(map(_is_foretold, inputs)):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), _value)
+            node.meta["val"] = node.target(*args, **kwargs)
+
+
+class _Rewriter:
+    """Rewrites the operations of a graph in their order.
+
+    Args:
+        graph: of operations.
+        changed: values that operations change in place. They stay where they
+            are, and so does what may be a view of them, or reads them.
+    """
+
+    def __init__(self, graph: fx.Graph, changed: set[fx.Node]):
+        self._graph = graph
+        self._unsafe = set(changed)
+        self._known: list[dict[str, fx.Node]] = [{}]
+
+    def rewrite(self, node: fx.Node, rules: "Rules") -> None:
+        """Put something simpler, or what is there, in the place of a node."""
+        if node.target is MARK:
+            self._enter(node.args[1])
+        if any(i in self._unsafe for i in node.all_input_nodes):
+            if is_view(node):
+                self._unsafe.add(node)
+            return
+        if node in self._unsafe or not _is_simple(node):
+            return
+        with self._graph.inserting_before(node):
+            rule = rules.get(node.target)
+            simpler = rule(self, node) if rule else node
+        if simpler is node:
+            simpler = self._known_as(node.target, node.args, node.kwargs, node)
+        if simpler is not node:
+            node.replace_all_uses_with(simpler)
+            self._graph.erase_node(node)
+
+    def _enter(self, part: int) -> None:
+        """Begin with a part of a branch, which only what is in it can use."""
+        if part != IF:
+            self._known.pop()
+        if part != END:
+            self._known.append({})
+
+    def move(self, node: fx.Node) -> fx.Node:
+        """Move axes, of which those of length one need not be moved."""
+        source, shape = node.args[0], _shape(node.args[0])
+        order = _order_of(node)
+        longer = [axis for axis, size in enumerate(shape) if size != 1]
+        source = self.reshape(source, [shape[axis] for axis in longer])
+        kept = [longer.index(axis) for axis in order if axis in longer]
+        if source.target is aten.permute.default:
+            source, before = source.args
+            kept = [before[axis] for axis in kept]
+        if kept != sorted(kept):
+            source = self.call(aten.permute.default, source, kept)
+        return self.reshape(source, [shape[axis] for axis in order])
+
+    def reshape(self, node: fx.Node, shape: Sequence[int]) -> fx.Node:
+        """Give a value another shape, from where it first had one."""
+        while node.target is aten.reshape.default and _is_free(node):
+            node = node.args[0]
+        if list(_shape(node)) == list(shape):
+            return node
+        return self.call(aten.reshape.default, node, list(shape))
+
+    def call(self, target: Callable, *args: Any) -> fx.Node:
+        """Add an operation, or find it."""
+        return self._known_as(target, args, {}, None)
+
+    def _known_as(
+        self, target: Any, args: tuple, kwargs: dict, node: fx.Node | None
+    ) -> fx.Node:
+        """Return the first node that computes the same of the same."""
+        key = repr((target, args, kwargs))
+        for known in self._known:
+            if key in known:
+                return known[key]
+        if node is None:
+            node = self._graph.call_function(target, args)
+            node.meta["val"] = target(*fx.node.map_arg(args, _value))
+        self._known[-1][key] = node
+        return node
+
+
+def _reshape(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
+    return rewriter.reshape(node.args[0], _shape(node))
+
+
+def _multiply(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
+    """Multiply matrices instead of a batch of one."""
+    if _shape(node)[0] != 1:
+        return node
+    factors = [rewriter.reshape(a, _shape(a)[1:]) for a in node.args]
+    return rewriter.reshape(
+        rewriter.call(aten.mm.default, *factors), _shape(node)
+    )
+
+
+def _copy(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
+    """Leave out a copy of what lies as it shall already."""
+    source, layout = _uncopied(node.args[0]), node.kwargs.get("memory_format")
+    if source.op != "call_function" or layout is None:
+        return node
+    if layout is not torch.preserve_format:
+        if _value(source).is_contiguous(memory_format=layout):
+            return source
+    if source is not node.args[0]:
+        node.args = (source,)
+    return node
+
+
+def _pool(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
+    """Pool where channels lie together, if they do, which is faster."""
+    arguments = fx.node.map_arg(node.args, _uncopied)
+    image = arguments[POOLS[node.target]]
+    if _value(image).is_contiguous(memory_format=torch.channels_last):
+        node.args = arguments
+    return node
+
+
+def _uncopied(node: fx.Node) -> fx.Node:
+    """Return what was copied for the sake of how it lies in memory."""
+    while node.target is aten.clone.default and "memory_format" in node.kwargs:
+        node = node.args[0]
+    return node
+
+
+def _add(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
+    """Add a bias to a product of matrices while it is made."""
+    product, bias = node.args
+    if node.kwargs or not isinstance(bias, fx.Node) or "val" not in bias.meta:
+        return node
+    shape, is_read_once = _shape(bias), len(product.users) == 1
+    if (
+        _shape(product) != _shape(node)
+        or _value(bias).dtype != _value(node).dtype
+    ):
+        return node
+    if product.target is aten.reshape.default:
+        product = product.args[0]
+        is_read_once = is_read_once and len(product.users) == 1
+    if product.target is not aten.mm.default or not is_read_once:
+        return node
+    columns = _shape(product)[1]
+    is_row = _shape(node)[-len(shape) :] == shape and shape.numel() == columns
+    if not shape or not is_row:
+        return node
+    row = rewriter.reshape(bias, [columns])
+    made = rewriter.call(aten.addmm.default, row, *product.args)
+    return rewriter.reshape(made, _shape(node))
+
+
+def _scale(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
+    """Compute with a number before a value is repeated, not after."""
+    repeated, number = node.args
+    if repeated.target is not aten.expand.default or _is_cast(node):
+        return node
+    scaled = rewriter.call(node.target, repeated.args[0], number)
+    return rewriter.call(aten.expand.default, scaled, repeated.args[1])
+
+
+def _raise(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
+    """Leave out the power of one, which derivatives of squares have."""
+    base, exponent = node.args
+    return base if exponent == 1 and not _is_cast(node) else node
+
+
+def _is_cast(node: fx.Node) -> bool:
+    """Whether a value has another dtype than what it is made of."""
+    return _value(node).dtype != _value(node.args[0]).dtype
+
+
+Rules = dict[Any, Callable[[_Rewriter, fx.Node], fx.Node]]
+
+LAYOUTS: Rules = {
+    **dict.fromkeys(RESHAPES, _reshape),
+    **dict.fromkeys(MOVES, _Rewriter.move),
+    aten.clone.default: _copy,
+}
+SHAPES: Rules = {
+    **LAYOUTS,
+    **dict.fromkeys(POOLS, _pool),
+    aten.bmm.default: _multiply,
+    aten.mul.Scalar: _scale,
+    aten.div.Scalar: _scale,
+    aten.pow.Tensor_Scalar: _raise,
+}
+SUMS: Rules = {aten.add.Tensor: _add}
+
+
+def _is_simple(node: fx.Node) -> bool:
+    """Whether a node makes the same of the same tensors, and nothing else."""
+    is_pure = (
+        getattr(node.target, "namespace", None) == "aten"
+        and torch.Tag.nondeterministic_seeded not in node.target.tags
+    )
+    inputs = node.all_input_nodes
+    is_of_tensors = all(
+        isinstance(n.meta.get("val"), torch.Tensor) for n in inputs
+    )
+    return is_pure and is_of_tensors and all(map(_is_foretold, inputs))
+
+
+def _is_foretold(node: fx.Node) -> bool:
+    """Whether it is known how a value will lie, from a tensor without any."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else [value]
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    return bool(tensors) and all(hasattr(t, "fake_mode") for t in tensors)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a value may be in the memory of what it is made of."""
+    # What is no operation may be anything, an element of a list of views too.
+    return node.target in RESHAPES or getattr(node.target, "is_view", True)
+
+
+def _is_free(node: fx.Node) -> bool:
+    """Whether a shape is another view of memory, and not a copy."""
+    try:
+        _value(node.args[0]).view(node.args[1])
+    except RuntimeError:
+        return False
+    return True
+
+
+def _value(node: fx.Node) -> torch.Tensor:
+    return node.meta["val"]
+
+
+def _shape(node: fx.Node) -> torch.Size:
+    return _value(node).shape
+
+
+def _order_of(node: fx.Node) -> list[int]:
+    """In which order an operation puts the axes that it is given."""
+    rank = len(_shape(node))
+    order = list(range(rank))
+    if node.target is aten.permute.default:
+        return [axis % rank for axis in node.args[1]]
+    first, second = node.args[1:] or (0, -1)
+    if rank:
+        order[first], order[second] = order[second], order[first]
+    return order

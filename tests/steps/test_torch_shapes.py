@@ -1,0 +1,231 @@
+"""Tests for the recorded operations of PyTorch, once they are simplified."""
+
+import os
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+if os.environ["KERAS_BACKEND"] != "torch":
+    pytest.skip("It records with PyTorch.", allow_module_level=True)
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from accumtrainer.steps.torch import graphs
+from accumtrainer.steps.torch.marks import record_branch
+
+aten = torch.ops.aten
+
+
+def names_of(function, *tensors):
+    """Return the names of the operations that are left of a function."""
+    with torch.no_grad():
+        module = make_fx(function, tracing_mode="fake")(list(tensors))
+        graphs._tidy(module)
+    calls = [n for n in module.graph.nodes if n.op == "call_function"]
+    return [str(n.target).removeprefix("aten.").split(".")[0] for n in calls]
+
+
+def agrees(function, *tensors):
+    """Compare what is recorded with what the function does itself."""
+    with torch.no_grad():
+        graph = graphs.Graph(function, list(tensors), compiles=False)
+        one = [t.clone() for t in tensors]
+        two = [t.clone() for t in tensors]
+        results = graph(one), function(two)
+    for ours, own in zip((*results[0], *one), (*results[1], *two), strict=True):
+        np.testing.assert_allclose(ours, own, rtol=1e-5, atol=1e-6)
+
+
+def make(*shape):
+    """Make a tensor of random numbers."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator)
+
+
+def project(tensors):
+    """Multiply as a layer of attention does, and add a bias."""
+    x, kernel, bias = tensors
+    return [ops.einsum("bti,ihd->bthd", x, kernel) + bias]
+
+
+def test_einsum_is_a_product_of_matrices():
+    tensors = make(2, 5, 8), make(8, 2, 4), make(2, 4)
+    left = names_of(project, *tensors)
+    assert "addmm" in left
+    assert set(left) == {"addmm", "reshape"}
+    agrees(project, *tensors)
+
+
+@pytest.mark.parametrize(
+    "equation, first, second",
+    [
+        ("abc,cde->abde", (2, 3, 4), (4, 5, 6)),
+        ("abde,cde->abc", (2, 3, 5, 6), (4, 5, 6)),
+        ("abc,cd->abd", (1, 3, 4), (4, 1)),
+        ("abcd,aecd->acbe", (2, 3, 4, 5), (2, 6, 4, 5)),
+        ("abc,acd->dba", (2, 3, 4), (2, 4, 5)),
+        ("ab,cb->ca", (3, 4), (5, 4)),
+        ("abc,bc->cab", (1, 4, 3), (4, 3)),
+    ],
+)
+def test_any_einsum_computes_the_same(equation, first, second):
+    agrees(
+        lambda tensors: [ops.einsum(equation, *tensors)],
+        make(*first),
+        make(*second),
+    )
+
+
+@pytest.mark.parametrize("is_2d", [True, False], ids=["matrix", "batch"])
+def test_bias_that_is_no_row_is_added_apart(is_2d):
+    shape = (3, 4) if is_2d else (2, 3, 4)
+    column = make(3, 1)
+    agrees(lambda t: [t[0] @ t[1] + t[2]], make(*shape), make(4, 4), column)
+    agrees(lambda t: [t[2] + t[0] @ t[1]], make(*shape), make(4, 3), make(3))
+
+
+def test_product_that_is_read_twice_stays():
+    def function(tensors):
+        product = tensors[0] @ tensors[1]
+        return [product + tensors[2], product * 2]
+
+    assert "addmm" not in names_of(function, make(3, 4), make(4, 5), make(5))
+    agrees(function, make(3, 4), make(4, 5), make(5))
+
+
+def test_what_is_computed_twice_is_computed_once():
+    def function(tensors):
+        return [torch.exp(tensors[0].T) + torch.exp(tensors[0].T)]
+
+    assert names_of(function, make(3, 4)).count("exp") == 1
+    agrees(function, make(3, 4))
+
+
+def test_random_numbers_are_drawn_as_often_as_before():
+    def function(tensors):
+        return [torch.rand_like(tensors[0]) - torch.rand_like(tensors[0])]
+
+    assert names_of(function, make(3)).count("rand_like") == 2
+
+
+@pytest.mark.parametrize("axes", [(1, 0), (0, 1)], ids=["moved", "kept"])
+def test_what_changes_is_read_when_it_was(axes):
+    def function(tensors):
+        memory, by = tensors
+        view = memory.permute(axes).reshape(-1)
+        before = view.clone(memory_format=torch.contiguous_format) * 2
+        one = memory.permute(axes).exp()
+        memory.add_(by)
+        return [before, one, memory.permute(axes).exp(), view + 1]
+
+    agrees(function, make(3, 4), make(3, 4))
+
+
+def test_a_part_that_changes_changes_the_whole():
+    def function(tensors):
+        (memory,) = tensors
+        first, second = memory.unbind()
+        flat = second.reshape(2, 2)
+        sum_before = (flat * 3).sum()
+        first.zero_()
+        second.mul_(2.0)
+        return [sum_before, (flat * 3).sum(), first + second]
+
+    agrees(function, make(2, 4))
+
+
+def test_branches_do_not_use_what_the_other_way_computes():
+    def function(tensors):
+        is_high, x, into = tensors
+
+        def add(sign):
+            into.add_(torch.exp(x.T).T * sign)
+
+        record_branch(is_high, lambda: add(1.0), lambda: add(-1.0))
+        return [torch.exp(x.T)]
+
+    x = make(2, 3)
+    with torch.no_grad():
+        given = [torch.tensor(True), x, torch.zeros(2, 3)]
+        graph = graphs.Graph(function, given, compiles=False)
+        for is_high, sign in ((True, 1), (False, -1)):
+            into = torch.zeros(2, 3)
+            (result,) = graph([torch.tensor(is_high), x, into])
+            np.testing.assert_allclose(into, sign * torch.exp(x), rtol=1e-6)
+            np.testing.assert_allclose(result, torch.exp(x.T), rtol=1e-6)
+
+
+@pytest.mark.parametrize("pool", ["MaxPooling2D", "AveragePooling2D"])
+@pytest.mark.parametrize("padding", ["same", "valid"])
+@pytest.mark.parametrize("data_format", ["channels_last", "channels_first"])
+def test_pools_compute_the_same_however_channels_lie(
+    pool, padding, data_format
+):
+    options = {"padding": padding, "data_format": data_format}
+    model = keras.Sequential(
+        [
+            keras.Input([7, 7, 3] if data_format[9:] == "last" else [3, 7, 7]),
+            layers.Conv2D(4, 3, activation="relu", **options),
+            getattr(layers, pool)(2, **options),
+            layers.Conv2D(5, 2, **options),
+        ]
+    )
+    model.build()
+    weights = [v.value for v in model.trainable_variables]
+
+    def function(tensors):
+        with (
+            keras.StatelessScope(
+                zip(model.trainable_variables, tensors[1:], strict=True)
+            ),
+            torch.enable_grad(),
+        ):
+            leaves = [t.detach().requires_grad_() for t in tensors]
+            with keras.StatelessScope(
+                zip(model.trainable_variables, leaves[1:], strict=True)
+            ):
+                out = model(leaves[0], training=True)
+            return list(torch.autograd.grad((out**2).sum(), leaves))
+
+    agrees(
+        function, make(2, *model.input_shape[1:]), *map(torch.detach, weights)
+    )
+
+
+def test_pool_of_keras_reads_channels_where_they_lie():
+    image = make(2, 8, 8, 3)
+
+    def function(tensors):
+        return [ops.max_pool(tensors[0], 2, 2, data_format="channels_last")]
+
+    assert "clone" not in names_of(function, image)
+    agrees(function, image)
+
+
+def test_memory_may_lie_otherwise_than_while_it_was_recorded():
+    def function(tensors):
+        flat = tensors[0].view(-1)
+        return [(flat * 1.5).add_(1.0), flat + 1]
+
+    with torch.no_grad():
+        graph = graphs.Graph(function, [make(3, 4)], compiles=False)
+        moved = make(4, 3).T
+        changed, more = graph([moved])
+    np.testing.assert_allclose(changed, moved.reshape(-1) * 1.5 + 1, rtol=1e-6)
+    np.testing.assert_allclose(more, moved.reshape(-1) + 1, rtol=1e-6)
+
+
+def test_normalization_scales_before_it_repeats():
+    def function(tensors):
+        x = tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            mean, variance = x.mean(0), (x**2).mean(0)
+            loss = ((x - mean) * torch.rsqrt(variance + 1e-3)).pow(3).sum()
+            return list(torch.autograd.grad(loss, [x]))
+
+    left = names_of(function, make(6, 3))
+    assert left.index("expand") > left.index("div")
+    agrees(function, make(6, 3))
