@@ -17,8 +17,9 @@ class GradientAccumulation(Callback):
 
     Callbacks beside it see the batches of `fit` as always; between them the
     weights change once per update. Where an epoch ends amid a window because
-    another callback has stopped training, those listed before this one see
-    the end of the epoch without that window's update.
+    another callback has stopped training, or on PyTorch because the data have
+    ended whose length is not known, those listed before this one see the end
+    of the epoch, and its logs, without that window's update.
 
     A model whose `compute_loss` is overridden needs `denominator`, as a bare
     scalar does not say what it was averaged over. An overridden `train_step`
@@ -123,7 +124,7 @@ class GradientAccumulation(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Make the last update of the epoch, if one is open."""
-        self._accumulator.end_epoch()
+        self._accumulator.end_epoch({} if logs is None else logs)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leave the model as it was, but trained."""

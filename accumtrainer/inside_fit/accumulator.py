@@ -211,6 +211,7 @@ class FitAccumulator(Hooks):
             self._groups_per_epoch,
         )
         self._logs: dict[str, Any] = {}
+        self._late: Report | None = None  # of a window after `fit`'s logs
 
     def finish_window(self) -> None:
         """Apply an open window, where an epoch has ended amid one.
@@ -219,12 +220,17 @@ class FitAccumulator(Hooks):
         """
         if self._waiting:
             self._fit_state.leave()
-            self._close_window()
+            self._late = self._close_window()
             self._backend.write_back()
 
-    def end_epoch(self) -> None:
-        """Count an epoch that has run, and stop after too many bad windows."""
+    def end_epoch(self, logs: dict[str, Any]) -> None:
+        """Count an epoch that has run, and stop after too many bad windows.
+
+        Its logs, which `fit` has read, are told of a window open until now.
+        """
         self.finish_window()
+        if self._late is not None:
+            logs.update(self._late.section("running"))
         self._fit_state.leave()
         self._give_scale()
         self._counting.add_epoch()
@@ -339,13 +345,14 @@ class FitAccumulator(Hooks):
         if closes:
             self._close_window()
 
-    def _close_window(self) -> None:
+    def _close_window(self) -> Report:
         if self._held:
             report = self._step.run(Group(self._held).window())
         else:
             report = self._step.apply_open(self._open)
         self._open, self._held = 0, []
         self._note(report)
+        return report
 
     def _note(self, report: Report) -> None:
         self._counting.add_window()

@@ -19,6 +19,8 @@ from accumulating import (
     make_trainer,
     mlp,
     read,
+    sequences,
+    two_outputs,
 )
 from keras_core_gaps import keras_3_only
 
@@ -50,30 +52,6 @@ def masked_lstm(**options):
         keras.layers.Dense(3),
     ]
     return compiled(keras.Sequential([keras.Input([5]), *layers]), **options)
-
-
-def two_outputs(**options):
-    """Make a compiled model whose outputs count differently."""
-    keras.utils.set_random_seed(0)
-    x = keras.Input([5])
-    hidden = keras.layers.Embedding(9, 4, mask_zero=True)(x)
-    tags = keras.layers.Dense(3, name="tags")(hidden)
-    mean = keras.layers.GlobalAveragePooling1D()(hidden)
-    mean = keras.layers.Dense(1, name="mean")(mean)
-    cross = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    options = {
-        "loss": {"tags": cross, "mean": "mse"},
-        "loss_weights": {"tags": 0.7, "mean": 2.0},
-    } | options
-    return compiled(keras.Model(x, {"tags": tags, "mean": mean}), **options)
-
-
-def sequences():
-    """Rows of tokens, padded to very different lengths, and their tags."""
-    rng = np.random.default_rng(3)
-    tokens = rng.integers(1, 9, [22, 5])
-    tokens[np.arange(5) >= rng.integers(1, 6, [22, 1])] = 0
-    return tokens, rng.integers(0, 3, [22, 5])
 
 
 def fit_and_train(make, data, steps, *, options=None, per_execution=(1,)):

@@ -36,6 +36,30 @@ def mlp(**options):
     return compiled(keras.Sequential([keras.Input([6]), *layers]), **options)
 
 
+def two_outputs(**options):
+    """Make a compiled model whose outputs count differently."""
+    keras.utils.set_random_seed(0)
+    x = keras.Input([5])
+    hidden = keras.layers.Embedding(9, 4, mask_zero=True)(x)
+    tags = keras.layers.Dense(3, name="tags")(hidden)
+    mean = keras.layers.GlobalAveragePooling1D()(hidden)
+    mean = keras.layers.Dense(1, name="mean")(mean)
+    cross = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    options = {
+        "loss": {"tags": cross, "mean": "mse"},
+        "loss_weights": {"tags": 0.7, "mean": 2.0},
+    } | options
+    return compiled(keras.Model(x, {"tags": tags, "mean": mean}), **options)
+
+
+def sequences():
+    """Rows of tokens, padded to very different lengths, and their tags."""
+    rng = np.random.default_rng(3)
+    tokens = rng.integers(1, 9, [22, 5])
+    tokens[np.arange(5) >= rng.integers(1, 6, [22, 1])] = 0
+    return tokens, rng.integers(0, 3, [22, 5])
+
+
 def make_trainer(model, steps, **options):
     """Make the Trainer whose training it is."""
     options = {"jit_compile": JIT_COMPILE} | options

@@ -51,6 +51,8 @@ class Allowed:
     Args:
         batch_state: layers that are exact for whole batches only.
         lists: lists in nests of data, which `tf.data` takes for arrays.
+        inner_tuples: tuples within nests of data, which a `DataLoader` of
+            PyTorch makes lists of.
         extra: a part of the input that comes and goes.
         padding: sequences that are padded from batch to batch.
         only_layers_add_losses: a model that needs no other loss; it is then
@@ -59,6 +61,7 @@ class Allowed:
 
     batch_state: bool
     lists: bool
+    inner_tuples: bool
     extra: bool
     padding: bool
     only_layers_add_losses: bool = False
@@ -246,5 +249,10 @@ def finish(drawer, kind, inputs, outputs, allowed, has_extra=False):
 def draw_structure(draw, count, allowed):
     """Draw a nest of so many leaves."""
     return draw.choice(
-        [s for s in STRUCTURES[count] if allowed.lists or "[" not in s]
+        [
+            s
+            for s in STRUCTURES[count]
+            if (allowed.lists or "[" not in s)
+            and (allowed.inner_tuples or "(" not in s[1:])
+        ]
     )

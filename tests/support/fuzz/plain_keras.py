@@ -137,6 +137,7 @@ def with_noise(gradients, variables, noise):
     for gradient, is_plain in zip(gradients, plain, strict=True):
         if is_plain:
             signs = rng.choice([-1.0, 1.0], gradient.shape).astype("float32")
+            signs = keras.ops.convert_to_tensor(signs)
             added = gradient + signs * noise * largest
             gradient = keras.ops.where(gradient == 0, gradient, added)
         result.append(gradient)
