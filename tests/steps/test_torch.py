@@ -74,7 +74,7 @@ def recorded(monkeypatch):
     return programs
 
 
-# Recorded programs compute what the operations do one by one; these, to the bit.
+# Recorded programs compute what the operations do one by one; these to the bit.
 
 
 @pytest.fixture(params=["streamed", "fused"])
