@@ -10,7 +10,7 @@ from fnmatch import fnmatch
 WRITTEN_FOR = "3.15.1"
 """The version of Keras whose tests are named here."""
 
-BOTH = ("tensorflow", "jax")
+ALL = ("tensorflow", "jax", "torch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class MayFail:
     file: str
     tests: tuple
     reason: str
-    backends: tuple = BOTH
+    backends: tuple = ALL
     only_cut: bool = False
 
     def concerns(self, *, backend, is_cut):
@@ -77,8 +77,19 @@ UNSYNCHRONIZED = (
     "trains; a Trainer leaves the variables as callbacks may read them."
 )
 
+PROCESSES = (
+    "A PyDataset with use_multiprocessing is refused; Keras's test of it is "
+    "run on PyTorch alone."
+)
+
 MAY_FAIL = [
     MayFail(file=TRAINER, tests=("test_*_sparse_*",), reason=SPARSE),
+    MayFail(
+        file=TRAINER,
+        tests=("test_fit_with_data_adapter_py_dataset_multiprocessing*",),
+        reason=PROCESSES,
+        backends=("torch",),
+    ),
     MayFail(
         file=TRAINER,
         tests=("test_trainer_with_raggeds_*",),
@@ -139,7 +150,7 @@ MAY_FAIL = [
         file=TENSORBOARD,
         tests=("test_custom_summary",),
         reason=MORE_LOGS,
-        backends=("tensorflow",),
+        backends=("tensorflow", "torch"),
     ),
     MayFail(
         file=TENSORBOARD,

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.utils import _python_dispatch
 
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch
@@ -34,6 +33,7 @@ from accumtrainer.steps.torch.seeds import (
     recorded_draws,
 )
 from accumtrainer.steps.torch.tensors import default_device, to_tensor
+from accumtrainer.steps.torch.trials import Trial
 from accumtrainer.window.weighing import Shares
 
 IS_PROFILING = "_is_profiler_enabled"
@@ -101,10 +101,19 @@ class TorchBackend(Backend):
     def trace(
         self, function: Callable[[Batch], Nest], batch: Batch
     ) -> set[str]:
-        with torch.no_grad(), torch.random.fork_rng(), _Names() as names:
-            with _unchanged_buffers(self._model):
-                function(tree.map_structure(_to_tensor, batch))
-        return names.found
+        buffers = _unchanged_buffers(self._model)
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(),
+            buffers,
+            Trial() as trial,
+        ):
+            function(tree.map_structure(_to_tensor, batch))
+            known = [] if self._model is None else self._model.variables
+            for variable in trial.changed(known):
+                # Whoever asks what was assigned is to hear of it.
+                variable.assign(variable.value.clone())
+        return trial.operations
 
     def compile(
         self,
@@ -220,7 +229,10 @@ class TorchBackend(Backend):
         carried, results = list(carry), []
         for position in range(int(length)):
             item = tree.map_structure(
-                lambda leaf, i=position: None if leaf is None else leaf[i],
+                lambda leaf, i=position: (
+                    # It is read again by who loops twice.
+                    None if leaf is None else leaf[i].clone()
+                ),
                 stacked,
             )
             index = torch.tensor(position, dtype=torch.int32)
@@ -314,21 +326,6 @@ class TorchBackend(Backend):
 
     def mark_step(self, name: str, number: int) -> AbstractContextManager:
         return torch.profiler.record_function(f"{name} {number}")
-
-
-class _Names(_python_dispatch.TorchDispatchMode):
-    """Collects the names of the operations that are run inside of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: set[str] = set()
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        del types
-        self.found.add(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

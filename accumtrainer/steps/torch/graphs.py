@@ -218,12 +218,13 @@ def _tidy(module: fx.GraphModule) -> None:
             # What it returns is what it was given.
             node.replace_all_uses_with(node.args[0])
     changed = _changed(graph)
+    needed = changed | _returned(graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and node not in changed:
             if node.target is aten.view.default:
                 # Memory may lie otherwise than foretold while recording.
                 node.target = aten.reshape.default
-            if node.target is aten.mul.Tensor and _is_times_one(node, changed):
+            if _is_times_one(node, changed) or _is_copy(node, needed):
                 node.replace_all_uses_with(node.args[0])
                 graph.erase_node(node)
             else:
@@ -260,7 +261,32 @@ def _changed(graph: fx.Graph) -> set[fx.Node]:
     return changed
 
 
+def _returned(graph: fx.Graph) -> set[fx.Node]:
+    """Find what is returned, or of which a view is."""
+    returned = set(graph.output_node().all_input_nodes)
+    for node in reversed(graph.nodes):
+        if node in returned and is_view(node):
+            returned.update(node.all_input_nodes)
+    return returned
+
+
+def _is_copy(node: fx.Node, needed: set[fx.Node]) -> bool:
+    """Whether it copies what a graph is given, and is only read."""
+    if node.target is not aten.clone.default or node in needed:
+        return False
+    source = node.args[0]
+    if source in needed or "val" not in source.meta:
+        return False
+    whole = source
+    if source.target is aten.select.int:
+        whole = source.args[0]
+    lies_alike = source.meta["val"].stride() == node.meta["val"].stride()
+    return whole.op == "placeholder" and lies_alike
+
+
 def _is_times_one(node: fx.Node, changed: set[fx.Node]) -> bool:
+    if node.target is not aten.mul.Tensor:
+        return False
     first, by = node.args
     if isinstance(by, fx.Node) or by != 1.0 or first in changed:
         return False

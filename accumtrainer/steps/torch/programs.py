@@ -93,7 +93,7 @@ class Program:
             recorded = self._find(leaves, treedef)
             if recorded is not None:
                 return recorded.run(memory, leaves)
-        tensors: Any = optree.tree_unflatten(treedef, leaves)
+        tensors: Any = optree.tree_unflatten(treedef, _copied(leaves))
         with torch.no_grad(), Pending(memory) as scope:
             result = self._function(*tensors)
             result = optree.tree_map(functools.partial(_own, memory), result)
@@ -185,7 +185,8 @@ class _Recorder:
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
         count = len(self._variables)
         memory = Memory(self._variables, tensors[:count])
-        arguments = optree.tree_unflatten(self._treedef, tensors[count:])
+        leaves = _copied(tensors[count:])
+        arguments = optree.tree_unflatten(self._treedef, leaves)
         with Pending(memory) as scope:
             result = self._function(*arguments)
         results, self.structure = optree.tree_flatten(result)
@@ -193,6 +194,15 @@ class _Recorder:
         scope.write()
         self.missing = list(memory.missing.values())
         return results
+
+
+def _copied(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Copy what is given, as a layer may change it in place.
+
+    It is not ours, or is read again. Of what is recorded, copies that nobody
+    changes are left out.
+    """
+    return [leaf.clone() for leaf in leaves]
 
 
 def _own(memory: Memory, leaf: Any) -> Any:

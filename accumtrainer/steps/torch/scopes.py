@@ -122,6 +122,11 @@ class Pending(keras.StatelessScope):
         if isinstance(self._before, (Memory, Pending)):
             if self._before.holds(value):
                 value = value.clone()
+        # Keras writes numbers, of which nothing knows how they were computed.
+        value = value.detach()
+        leaf = self._given.get(id(variable))
+        if leaf is not None:
+            value = value + (leaf - leaf.detach())
         self._updates[id(variable)] = variable, value
 
     def holds(self, tensor: Tensor) -> bool:

@@ -1,0 +1,76 @@
+"""Functions run once, to see what they do, of which nothing stays."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import optree
+import torch
+from torch.utils import _python_dispatch
+
+from accumtrainer.keras_api.types import Tensor, Variable
+
+SCHEMA = "_schema"
+"""Where an operation says what it changes; PyTorch tells it nowhere else."""
+
+
+class Trial(_python_dispatch.TorchDispatchMode):
+    """A scope in which tensors change that were there before, for a while.
+
+    What is changed in place, the memory of a variable or an array of the
+    user's, is copied first, and put back at the end.
+
+    Attributes:
+        operations: the names of those that were run.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: set[str] = set()
+        self._made: set[int] = set()
+        self._kept: dict[int, tuple[Any, Any]] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        self.operations.add(function.overloadpacket.__name__)
+        for tensor in _changed(function, args, kwargs):
+            storage = tensor.untyped_storage()
+            key = storage.data_ptr()
+            if key not in self._made and key not in self._kept:
+                self._kept[key] = storage, storage.clone()
+        result = function(*args, **kwargs)
+        if all(r.alias_info is None for r in getattr(function, SCHEMA).returns):
+            tensors = _tensors_in(result)
+            self._made |= {t.untyped_storage().data_ptr() for t in tensors}
+        return result
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for storage, before in self._kept.values():
+            storage.copy_(before)
+
+    def changed(self, variables: Iterable[Variable]) -> list[Variable]:
+        """List the variables whose memory has been changed in place."""
+        return [
+            v
+            for v in variables
+            if v.value.untyped_storage().data_ptr() in self._kept
+        ]
+
+
+def _changed(function: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Find what an operation says that it changes."""
+    for position, argument in enumerate(getattr(function, SCHEMA).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            if position < len(args):
+                yield from _tensors_in(args[position])
+            else:
+                yield from _tensors_in(kwargs.get(argument.name))
+
+
+def _tensors_in(nest: Any) -> Iterator[Tensor]:
+    for leaf in optree.tree_leaves(nest):
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
+            yield leaf
