@@ -154,7 +154,7 @@ doctest: $(INSTALLED)
 bench: $(INSTALLED)
 	for backend in $(BACKENDS); do \
 		KERAS_BACKEND=$$backend $(BIN)/python benchmarks/bench.py \
-			--k1 --memory $(BENCH_ARGS) || exit 1; \
+			--k1 --measure times peaks second-runs $(BENCH_ARGS) || exit 1; \
 	done
 
 bench-quick: $(INSTALLED)

@@ -10,13 +10,16 @@ taken round by round.
     python benchmarks/bench.py --cells mlp --k1 --rounds 9
     python benchmarks/bench.py --precision mixed_bfloat16
     python benchmarks/bench.py --peers .venv-peers/bin/python
-    KERAS_BACKEND=jax python benchmarks/bench.py --memory --write
-    python benchmarks/bench.py --cells gpt --micro-batches 4 128 --only-memory
-    python benchmarks/bench.py --k1 --memory --write --missing
+    KERAS_BACKEND=jax python benchmarks/bench.py --measure times peaks --write
+    python benchmarks/bench.py --cells gpt --micro-batches 4 128 --measure peaks
+    python benchmarks/bench.py --k1 --measure times peaks --write --missing
+    KERAS_BACKEND=jax python benchmarks/bench.py --measure second-runs --write
 
 `--write` keeps each cell as soon as it was measured; a run that was ended goes
-on with `--missing`. `--memory` runs every contender once more, in a process of
-its own, and measures what an update takes at its peak beyond the model.
+on with `--missing`. `--measure` chooses what is measured. Of `peaks` and
+`second-runs` each contender's stand in processes of their own: what an update
+takes at its peak beyond the model, and how long the first update takes where an
+earlier process has kept what it compiled.
 """
 
 import argparse
@@ -26,9 +29,10 @@ import sys
 import keras
 from cells import CELLS
 from contenders import BACKEND, CONTENDERS, PEERS
-from measuring import measure, start_backend
+from measuring import STARTED_AGAIN, measure, start_backend
 from peaks import measure_peak, peak_of_one, peak_of_peer
 from results import PAGE, draw, keep, read, write_page
+from second_runs import first_update_of_one, measure_second_run
 from telling import (
     OURS,
     REFERENCE,
@@ -37,14 +41,23 @@ from telling import (
     compare_with_targets,
     describe_cell,
     describe_machine,
+    median_and_ends,
     numbers_of,
     summarize,
     tell,
+    tell_second_runs,
 )
 
 QUICK_CELLS = ("mlp", "conv", "gpt")
 QUICK_CONTENDERS = (OURS, REFERENCE)
 ALL_CELLS = [name for name in CELLS if name != "deep"]
+
+TIMES, PEAKS, SECOND_RUNS = "times", "peaks", "second-runs"
+PARTS = (TIMES, PEAKS, SECOND_RUNS)
+"""What can be measured of a cell, and is kept by these names."""
+
+OF_ONE = {PEAKS: peak_of_one, SECOND_RUNS: first_update_of_one}
+"""What a process measures that is there for one contender of a cell."""
 
 
 def read_arguments():
@@ -102,12 +115,12 @@ def add_what_is_measured(parser):
 def add_what_is_made_of_it(parser):
     """Add the arguments that say what else to do."""
     parser.add_argument(
-        "--memory", action="store_true", help="measure peak memory too"
-    )
-    parser.add_argument(
-        "--only-memory",
-        action="store_true",
-        help="measure nothing else; times that were kept stay",
+        "--measure",
+        choices=PARTS,
+        default=[TIMES],
+        help=f"of {', '.join(PARTS)}; what was kept of others stays",
+        nargs="+",
+        metavar="PART",
     )
     parser.add_argument(
         "--quick",
@@ -123,9 +136,7 @@ def add_what_is_made_of_it(parser):
         help="leave out cells of which all was kept that is asked for, as when "
         "a run with --write that was ended goes on",
     )
-    parser.add_argument(
-        "--peak-of-one", action="store_true", help=argparse.SUPPRESS
-    )
+    parser.add_argument("--of-one", choices=OF_ONE, help=argparse.SUPPRESS)
 
 
 def make_cells(arguments):
@@ -158,16 +169,33 @@ def measure_peaks(name, cell, arguments):
     peaks = {}
     for contender in arguments.contenders:
         peaks |= measure_peak(
-            [
-                *(__file__, "--cells", name, "--contenders", contender),
-                *("--micro-batches", str(cell.micro_batches)),
-                *("--precision", arguments.precision, "--peak-of-one"),
-            ]
+            command_of_one(PEAKS, contender, name, cell, arguments)
         )
     if arguments.peers:
         for contender in PEERS:
             peaks |= peak_of_peer(cell, contender, arguments.peers)
     return peaks
+
+
+def measure_second_runs(name, cell, arguments):
+    """Measure first updates of later processes, dict from labels to secs."""
+    second_runs = {}
+    for contender in arguments.contenders:
+        if contender in STARTED_AGAIN:
+            second_runs |= measure_second_run(
+                command_of_one(SECOND_RUNS, contender, name, cell, arguments),
+                arguments.starts,
+            )
+    return second_runs
+
+
+def command_of_one(part, contender, name, cell, arguments):
+    """Return the arguments of Python that measure one contender of a cell."""
+    return [
+        *(__file__, "--cells", name, "--contenders", contender),
+        *("--micro-batches", str(cell.micro_batches)),
+        *("--precision", arguments.precision, "--of-one", part),
+    ]
 
 
 def key_of(cell):
@@ -178,17 +206,16 @@ def key_of(cell):
 
 def is_kept(cell, arguments):
     """Return whether all was kept of a cell that would be measured."""
-    asked = {"times": not arguments.only_memory}
-    asked["peaks"] = arguments.memory or arguments.only_memory
     kept = read().get(BACKEND, {}).get(key_of(cell), {})
-    return all(part in kept for part, is_asked in asked.items() if is_asked)
+    return all(part in kept for part in arguments.measure)
 
 
-def describe(cell, arguments, timings, peaks):
+def describe(cell, arguments, timings, peaks, second_runs):
     """Return the lines that tell of a cell."""
     lines = [
         *(describe_cell(cell, arguments.rounds), "", describe_machine(), ""),
-        *tell(timings, peaks),
+        *(tell(timings, peaks) if timings or peaks else ()),
+        *tell_second_runs(second_runs),
     ]
     for line in [
         *compare_with_targets(key_of(cell), summarize(timings)),
@@ -198,11 +225,11 @@ def describe(cell, arguments, timings, peaks):
     return lines
 
 
-def write(cell, arguments, timings, peaks):
+def write(cell, arguments, timings, peaks, second_runs):
     """Keep what was measured of a cell, and make the page anew."""
     machine, parts = describe_machine(), {}
     if timings:
-        parts["times"] = {
+        parts[TIMES] = {
             "machine": machine,
             "rounds": arguments.rounds,
             "contenders": numbers_of(timings),
@@ -210,14 +237,17 @@ def write(cell, arguments, timings, peaks):
         }
     if peaks:
         mebibytes = {k: round(peak / 2**20) for k, peak in peaks.items()}
-        parts["peaks"] = {"machine": machine, "mib": mebibytes}
+        parts[PEAKS] = {"machine": machine, "mib": mebibytes}
+    if second_runs:
+        secs = {k: median_and_ends(found) for k, found in second_runs.items()}
+        parts[SECOND_RUNS] = {"machine": machine, "secs": secs}
     about = {
         "title": cell.title,
         "micro_batches": cell.micro_batches,
         "micro_batch_size": cell.micro_batch_size,
         "precision": arguments.precision,
     }
-    keep(BACKEND, key_of(cell), cell=about, **parts)
+    keep(BACKEND, key_of(cell), about, parts)
     draw(BACKEND)
     write_page()
 
@@ -226,25 +256,28 @@ def main():
     """Measure, print, and write if asked to."""
     arguments = read_arguments()
     keras.config.set_dtype_policy(arguments.precision)
-    if arguments.peak_of_one:
+    if arguments.of_one:
         ((_, cell),) = make_cells(arguments)
-        print(json.dumps(peak_of_one(cell, *arguments.contenders)))
+        measured = OF_ONE[arguments.of_one](cell, *arguments.contenders)
+        print(json.dumps(measured))
         return
     fallen = []
     start_backend()
     for name, cell in make_cells(arguments):
-        timings, peaks = {}, None
+        timings, peaks, second_runs = {}, None, {}
         if arguments.missing and is_kept(cell, arguments):
             continue
-        if not arguments.only_memory:
+        if TIMES in arguments.measure:
             timings = measure_times(cell, arguments)
             fallen += compare_with_recorded(key_of(cell), summarize(timings))
-        if arguments.memory or arguments.only_memory:
+        if PEAKS in arguments.measure:
             peaks = measure_peaks(name, cell, arguments)
-        lines = describe(cell, arguments, timings, peaks)
-        print(*lines, "", sep="\n", flush=True)
+        if SECOND_RUNS in arguments.measure:
+            second_runs = measure_second_runs(name, cell, arguments)
+        found = timings, peaks, second_runs
+        print(*describe(cell, arguments, *found), "", sep="\n", flush=True)
         if arguments.write:
-            write(cell, arguments, timings, peaks)
+            write(cell, arguments, *found)
     if fallen and not arguments.write:
         print("More than a tenth below what was recorded:", *fallen, sep="\n")
     sys.stdout.flush()

@@ -72,6 +72,8 @@ turns, round by round, on the same data from the same weights. The columns:
   thread or with PyTorch's default, whichever is faster for them.
 - **first update**: seconds from a model to its first update, compilation
   included, ours / Keras's as it compiles by default.
+- **second run**: the same in a process that finds what an earlier one has
+  compiled, as [here](../docs/compiling.md#keep-what-was-compiled).
 - **MiB**: what two updates take at their peak in a process of their own beyond
   the model, ours / Keras's; on TensorFlow XLA alone leaves up to 200 behind.
 """
@@ -117,17 +119,18 @@ def ratios_of(backend, key):
     return times.get("ratios", {})
 
 
-def keep(backend, key, **parts):
+def keep(backend, key, about, parts):
     """Keep measurements of a cell, in place of those of the same part.
 
     Args:
         backend: str.
         key: str, the cell's.
-        **parts: `cell`, what it is; `times` and `peaks`, dicts.
+        about: dict, what the cell is.
+        parts: dict of dicts, by `times`, `peaks` and `second-runs`.
     """
     measured = read()
     cell = measured.setdefault(backend, {}).setdefault(key, {})
-    cell |= parts.pop("cell", {}) | parts
+    cell |= about | parts
     _write(MEASURED, measured)
 
 
@@ -210,9 +213,11 @@ def _is_mixed(cell):
 
 
 def _table(cells):
-    rows = [("cell", "ms", *COLUMNS.values(), "first update", "MiB")]
+    heads = ("first update", "second run", "MiB")
+    rows = [("cell", "ms", *COLUMNS.values(), *heads)]
     for key, cell in _by_model(cells):
         times, peaks = cell.get("times", {}), cell.get("peaks", {})
+        second_runs = cell.get("second-runs", {}).get("secs", {})
         contenders, ratios = times.get("contenders", {}), times.get("ratios")
         ours = _of(OURS, contenders) or {}
         rows.append(
@@ -223,7 +228,8 @@ def _table(cells):
                     "".join(_numbers([(ratios or {}).get(name)], "{:.2f}"))
                     for name in COLUMNS
                 ),
-                _both(contenders, "{:.1f}", "first_update_secs"),
+                _both(_medians(contenders, "first_update_secs"), "{:.1f}"),
+                _both(_medians(second_runs), "{:.1f}"),
                 _both(peaks.get("mib", {}), "{:,.0f}"),
             )
         )
@@ -274,13 +280,16 @@ def _numbers(values, form):
     return [form.format(value) for value in values] or [""]
 
 
-def _both(contenders, form, name=None):
-    """Write a number of ours beside Keras's, where ours is known."""
-    ours, keras = _of(OURS, contenders), _of(KERAS, contenders)
+def _medians(measured, name=None):
+    """Return each label's median, of what has its ends beside it."""
     if name is not None:
-        ours, keras = (
-            (found or {}).get(name, [None])[0] for found in (ours, keras)
-        )
+        measured = {k: v[name] for k, v in measured.items() if v.get(name)}
+    return {label: median for label, (median, *_) in measured.items()}
+
+
+def _both(found, form):
+    """Write a number of ours beside Keras's, where ours is known."""
+    ours, keras = _of(OURS, found), _of(KERAS, found)
     if ours is None:
         return ""
     (ours,), (keras,) = _numbers([ours], form), _numbers([keras], form)

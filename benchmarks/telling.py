@@ -107,6 +107,18 @@ def add_peaks(rows, peaks):
     return [(*heading, "peak memory"), *rows]
 
 
+def tell_second_runs(second_runs):
+    """Return lines on first updates of processes that find compiled programs.
+
+    Args:
+        second_runs: dict from a contender's label to seconds, list.
+    """
+    return [
+        f"First update of a second run, {label}: {spread(secs, '{:.1f} s')}"
+        for label, secs in second_runs.items()
+    ]
+
+
 def numbers_of(timings):
     """Return what is kept of some timings, dict by the contenders' labels."""
     kept = {}

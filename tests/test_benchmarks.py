@@ -60,7 +60,7 @@ def test_every_contender_trains_and_is_compared():
 def test_memory_is_measured_in_a_process_of_its_own():
     printed = bench(
         *("--cells", "tiny", "--contenders", "trainer"),
-        *("--micro-batches", "1", "--memory"),
+        *("--micro-batches", "1", "--measure", "times", "peaks"),
     )
     rows = rows_of(printed)
     place = rows[""].index("peak memory")
@@ -68,6 +68,18 @@ def test_memory_is_measured_in_a_process_of_its_own():
     assert re.fullmatch(r"[\d,]+ MiB", trainer[place])
     assert trainer[0].endswith(")")
     assert "1 micro-batches of 1" in printed
+
+
+@pytest.mark.skipif(
+    BACKEND == "torch", reason="PyTorch compiles nothing that it could keep"
+)
+def test_first_updates_are_measured_where_programs_were_kept():
+    printed = bench(
+        *("--cells", "tiny", "--contenders", "trainer", "--starts", "1"),
+        *("--micro-batches", "1", "--measure", "second-runs"),
+    )
+    told = r"First update of a second run, Trainer, auto.*: (\S+) s"
+    assert float(re.search(told, printed)[1]) > 0
 
 
 def test_two_processes_are_compared_with_one():
@@ -128,7 +140,7 @@ TIMES = {
 
 
 def keep(results, key="mlp 32x8", backend=BACKEND, **parts):
-    results.keep(backend, key, cell=CELL, **parts)
+    results.keep(backend, key, CELL, parts)
 
 
 def test_ratio_that_fell_is_told(telling, results):
@@ -201,13 +213,13 @@ def test_run_that_was_ended_goes_on_with_what_is_missing(results, monkeypatch):
     (_, cell), (_, other) = bench.make_cells(
         argparse.Namespace(cells=["tiny"], micro_batches=[2], k1=True)
     )
-    asked = argparse.Namespace(memory=True, only_memory=False)
+    asked = argparse.Namespace(measure=["times", "peaks"])
     assert not bench.is_kept(cell, asked)
     keep(results, cell.key, times=TIMES)
     assert not bench.is_kept(cell, asked)
-    asked.memory = False
+    asked.measure = ["times"]
     assert bench.is_kept(cell, asked) and not bench.is_kept(other, asked)
-    asked.only_memory = True
+    asked.measure = ["second-runs"]
     assert not bench.is_kept(cell, asked)
 
 
