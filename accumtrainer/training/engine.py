@@ -200,17 +200,13 @@ class Engine:
             self._in_flight.clear()
             self._set_up()
 
-    def follow_model_amid_fit(
-        self, window: Window, *, looks_closely: bool
-    ) -> None:
-        """Turn to what callbacks have frozen or unfrozen, and get ready.
+    def follow_model_amid_fit(self, window: Window) -> None:
+        """Turn to what callbacks have made trainable or not, and get ready.
 
         Args:
             window: the next one.
-            looks_closely: whether to look at all variables, not at the flags
-                of layers alone.
         """
-        if looks_closely or self._trainable.has_changed:
+        if self._trainable.differs_from(self._model):
             self.follow_model()
         if self._program is None:
             self.prepare(window, measures_gradients=self._measures_gradients)

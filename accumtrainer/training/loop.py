@@ -367,6 +367,7 @@ class FitLoop:
         engine.start_epoch(epoch)
         self._validation_logs = {}
         self._dispatcher.call("on_epoch_begin", epoch, {})
+        engine.check_compiled()
         is_complete = self._run_windows(upcoming)
         if not position.batches:
             self._has_run_out = True
@@ -439,7 +440,7 @@ class FitLoop:
         self._check(window, self._checks, index)
         engine, dispatcher = self._engine, self._dispatcher
         dispatcher.call("on_train_batch_begin", index, {})
-        engine.follow_model_amid_fit(window, looks_closely=not index)
+        engine.follow_model_amid_fit(window)
         if any(map(dispatcher.listens, ("on_micro_batch", "on_accumulate"))):
             before = engine.counting.progress
             report = engine.run_window(window)

@@ -19,17 +19,14 @@ class Trainable:
 
     def __init__(self, model: Model):
         self._variables = list(model.trainable_variables)
+        self._ids = list(map(id, self._variables))
         self._layers = [(v, v.trainable) for v in flatten_layers(model)]
-
-    @property
-    def has_changed(self) -> bool:
-        """Whether a layer was frozen or unfrozen since."""
-        return any(layer.trainable is not was for layer, was in self._layers)
 
     def differs_from(self, model: Model) -> bool:
         """Whether other variables are trainable, or a layer has changed."""
-        now, before = model.trainable_variables, self._variables
-        return self.has_changed or list(map(id, now)) != list(map(id, before))
+        if list(map(id, model.trainable_variables)) != self._ids:
+            return True
+        return any(layer.trainable is not was for layer, was in self._layers)
 
 
 def warn_of_nothing_to_train(model: Model) -> None:

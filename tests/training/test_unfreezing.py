@@ -205,6 +205,27 @@ def test_enabling_lora_is_like_unfreezing():
     np.testing.assert_array_equal(layer._kernel, kernel)
 
 
+@pytest.mark.parametrize("name", ["base", "head"])
+def test_lora_that_a_callback_enables_amid_an_epoch_is_trained(name):
+    def enable(model):
+        keras.utils.set_random_seed(1)
+        model.get_layer(name).enable_lora(2)
+
+    class Enable(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:
+                enable(self.model)
+
+    by_hand, amid = make_trainer(frozen=[]), make_trainer(frozen=[])
+    by_hand.fit(X[:16], Y[:16], batch_size=4, verbose=0, shuffle=False)
+    enable(by_hand.model)
+    by_hand.fit(X[16:], Y[16:], batch_size=4, verbose=0, shuffle=False)
+    fit(amid, callbacks=[Enable()])
+    found = numbers(amid.model.variables)
+    assert_same(found, numbers(by_hand.model.variables))
+    assert found[f"model/{name}/lora_kernel_b"].any()
+
+
 def test_evaluating_in_between_needs_no_fit():
     trainer = make_trainer(frozen=[])
     fit(trainer)
