@@ -246,6 +246,13 @@ NO_TARGETS = (
     "of targets, by layers that add losses or Trainer.compute_loss."
 )
 
+FROZEN_AMID_WINDOW = (
+    "Layers must be frozen or unfrozen between updates, since a window adds up "
+    "the gradients of the same weights. Received: another trainable attribute "
+    "after {batches} batches of a window. Set it when an epoch begins, or in "
+    "on_train_batch_end of a window's last batch."
+)
+
 MIXED_WINDOW = (
     "The batches of one update must have the same losses, since a window adds "
     "them up. Received: batches amid a window of {steps} whose parts, and with "

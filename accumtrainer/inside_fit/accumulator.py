@@ -22,8 +22,6 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
-import numpy as np
-
 from accumtrainer import errors
 from accumtrainer.config import Accumulation, LossScale
 from accumtrainer.data.batches import Batch, Window, count_samples
@@ -31,6 +29,7 @@ from accumtrainer.diagnosis.bare_losses import check_bare_losses
 from accumtrainer.diagnosis.moving_state import notes_of_state
 from accumtrainer.diagnosis.trials import Trials
 from accumtrainer.diagnosis.verdicts import LossTrial
+from accumtrainer.inside_fit.carried_scale import CarriedScale, as_number
 from accumtrainer.inside_fit.fit_logs import late_logs, show_in_metrics
 from accumtrainer.inside_fit.fit_state import make_fit_state
 from accumtrainer.inside_fit.groups import Group, Groups
@@ -38,7 +37,6 @@ from accumtrainer.keras_api import (
     check_fit_support,
     compiled_arguments,
     keras,
-    ops,
 )
 from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
 from accumtrainer.progress import Progress
@@ -109,12 +107,15 @@ class FitAccumulator(Hooks):
         self.accumulation = accumulation
         self.optimizer, carried = resolve_optimizer(model, None)
         self.loss_scale = resolve_loss_scale(model, loss_scale, carried)
-        self._carries_scale = loss_scale == "auto" and carried is not None
         self._context = HookContext.of(
             model, compiled_arguments(model), denominator
         )
         initial_scale = self.loss_scale.initial if self.loss_scale else 1.0
         self._state = TrainingState(seed=0, loss_scale=initial_scale)
+        carries = loss_scale == "auto" and carried is not None
+        self._scale = CarriedScale(
+            model, self._state, self.loss_scale if carries else None
+        )
         self._parts = WindowParts(
             hooks=self,
             state=self._state,
@@ -133,7 +134,6 @@ class FitAccumulator(Hooks):
         self._kind: Hashable = None
         self._counting = Counting(self._read_counters, max_consecutive_skips)
         self._is_running = False
-        self._scaled_by = None
 
     # What a callback calls, in this order.
 
@@ -197,8 +197,7 @@ class FitAccumulator(Hooks):
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch, of some index."""
         self._fit_state.leave()
-        if self._scaled_by is None:
-            self._take_scale()  # not earlier: a callback may have restored it
+        self._scale.take()  # not earlier: a callback may have restored it
         if self._program is not None:
             self._program.variables.start_epoch(epoch)
         self._state.epoch.assign(epoch)
@@ -232,7 +231,7 @@ class FitAccumulator(Hooks):
         if self._late is not None:
             logs.update(self._late.section("running"))
         self._fit_state.leave()
-        self._give_scale()
+        self._scale.give()
         self._counting.add_epoch()
         self._counting.check_skips()
 
@@ -241,8 +240,8 @@ class FitAccumulator(Hooks):
         model = self.model
         if not self._is_running:  # or else its arrays may be lost
             self._fit_state.leave()
-            self._give_scale()
-        self._scaled_by = None
+            self._scale.give()
+        self._scale.forget()
         if model.train_function is self._train_function:
             model.train_function = self._train_function_before
         vars(model).pop("make_train_function", None)
@@ -268,6 +267,7 @@ class FitAccumulator(Hooks):
         """
         self._counting.check_skips_if_many()
         group = self._groups.take(iterator)
+        self._follow_model()
         for kind in group.kinds:
             self._turn_to(kind, group)
         self._fit_state.settle(self._program.variables)
@@ -291,6 +291,24 @@ class FitAccumulator(Hooks):
             self._is_running = False
         self._counting.set_seconds(time.monotonic() - self._begun)
         return self._logs
+
+    def _follow_model(self) -> None:
+        """Turn to what is trainable by now, where Keras's own step would.
+
+        One that `fit` has compiled keeps to what was trainable at first.
+
+        Raises:
+            ValueError: that has changed amid a window.
+        """
+        is_compiled = self._backend.fit_compiles and not self.model.run_eagerly
+        if is_compiled or self._program is None:
+            return
+        if not self._trainable.differs_from(self.model):
+            return
+        if self._waiting:
+            message = errors.FROZEN_AMID_WINDOW
+            raise ValueError(message.format(batches=self._waiting))
+        self._program = self._kind = None
 
     def _turn_to(self, kind: Hashable, group: Group) -> None:
         """Get ready for batches of a kind, as a group has some.
@@ -446,28 +464,7 @@ class FitAccumulator(Hooks):
         return {name: self._read(getattr(self._state, name)) for name in names}
 
     def _read(self, variable: Variable) -> Tensor:
-        return _as_number(self._fit_state.read(variable))
-
-    def _take_scale(self) -> None:
-        """Begin with the loss scale that Keras's optimizer has."""
-        if not self._carries_scale:
-            return
-        self._scaled_by = optimizer = self.model.optimizer
-        if optimizer.built:
-            bounds: Any = self.loss_scale
-            scale = _as_number(optimizer.dynamic_scale)
-            self._state.loss_scale.assign(
-                np.clip(scale, bounds.minimum, bounds.maximum)
-            )
-            good_windows = _as_number(optimizer.step_counter)
-            self._state.good_windows.assign(good_windows)
-
-    def _give_scale(self) -> None:
-        """Leave the loss scale in Keras's optimizer, where it has one."""
-        optimizer, state = self._scaled_by, self._state
-        if optimizer is not None and optimizer.built:
-            optimizer.dynamic_scale.assign(_as_number(state.loss_scale))
-            optimizer.step_counter.assign(_as_number(state.good_windows))
+        return as_number(self._fit_state.read(variable))
 
 
 def _check_fit(model: Model, backend: Backend) -> None:
@@ -485,10 +482,6 @@ def _check_fit(model: Model, backend: Backend) -> None:
             )
     if backend.is_distributed(model) or keras.distribution.distribution():
         raise ValueError(errors.DISTRIBUTED_FIT)
-
-
-def _as_number(tensor: Tensor) -> Any:
-    return ops.convert_to_numpy(tensor).item()
 
 
 def _identity(model: Model) -> tuple:

@@ -54,6 +54,9 @@ class Backend(WindowBackend):
     fit_hands_state_over: ClassVar[bool]
     """Whether `Model.fit` takes the values out of the variables as it runs."""
 
+    fit_compiles: ClassVar[bool] = True
+    """Whether `Model.fit` compiles its step, unless it is to run eagerly."""
+
     fit_hands_batches: ClassVar[bool] = False
     """Whether `Model.fit` hands over batches, and no iterator of them."""
 

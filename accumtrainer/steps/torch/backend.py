@@ -52,6 +52,7 @@ class TorchBackend(Backend):
     predicts_memory = False
     has_own_pipeline = False
     fit_hands_state_over = False
+    fit_compiles = False
     fit_hands_batches = True
 
     def __init__(self, *, run_eagerly: bool = False, model: Any = None):
