@@ -11,38 +11,12 @@ if os.environ["KERAS_BACKEND"] != "torch":
     pytest.skip("It records with PyTorch.", allow_module_level=True)
 
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
+from recorded import agrees, make, names_of
 
 from accumtrainer.steps.torch import graphs
 from accumtrainer.steps.torch.marks import record_branch
 
 aten = torch.ops.aten
-
-
-def names_of(function, *tensors):
-    """Return the names of the operations that are left of a function."""
-    with torch.no_grad():
-        module = make_fx(function, tracing_mode="fake")(list(tensors))
-        graphs._tidy(module)
-    calls = [n for n in module.graph.nodes if n.op == "call_function"]
-    return [str(n.target).removeprefix("aten.").split(".")[0] for n in calls]
-
-
-def agrees(function, *tensors):
-    """Compare what is recorded with what the function does itself."""
-    with torch.no_grad():
-        graph = graphs.Graph(function, list(tensors), compiles=False)
-        one = [t.clone() for t in tensors]
-        two = [t.clone() for t in tensors]
-        results = graph(one), function(two)
-    for ours, own in zip((*results[0], *one), (*results[1], *two), strict=True):
-        np.testing.assert_allclose(ours, own, rtol=1e-5, atol=1e-6)
-
-
-def make(*shape):
-    """Make a tensor of random numbers."""
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(*shape, generator=generator)
 
 
 def project(tensors):

@@ -14,6 +14,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from accumtrainer.keras_api.types import Tensor
+from accumtrainer.steps.torch.fusions import fuse
 from accumtrainer.steps.torch.marks import IF, MARK
 from accumtrainer.steps.torch.shapes import is_view, simplify
 from accumtrainer.steps.torch.source import compiled, emitted
@@ -231,6 +232,7 @@ def _tidy(module: fx.GraphModule) -> None:
                 _make_constant(module, node)
     graph.eliminate_dead_code()
     simplify(module, changed)
+    fuse(graph, changed)
 
 
 def _is_zero(module: fx.GraphModule, node: fx.Node) -> bool:

@@ -1,0 +1,142 @@
+"""Recorded operations that go through memory once, in the place of several.
+
+Large variables fit into no cache: an update takes as long as they take to be
+read and written. Keras's optimizers make a list of new tensors for each term of
+their formulas, and the gradient of an embedding is as large as the embedding,
+though few of its rows are not zero.
+"""
+
+from collections.abc import Iterable
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from accumtrainer.steps.torch.shapes import is_view
+
+aten = torch.ops.aten
+
+FOREACH = "_foreach_"
+"""How operations on lists begin. PyTorch has no other names for them, under
+which it documents them too."""
+
+
+def _operation(name: str, overload: str) -> Any:
+    return getattr(getattr(aten, FOREACH + name), overload)
+
+
+MULTIPLY, DIVIDE = _operation("mul", "List"), _operation("div", "List")
+ADD, ADD_IN_PLACE = _operation("add", "Scalar"), _operation("add_", "Scalar")
+ADD_LIST = _operation("add_", "List")
+ADDING = {
+    MULTIPLY: _operation("addcmul_", "Scalar"),
+    DIVIDE: _operation("addcdiv_", "Scalar"),
+}
+"""Operations on two lists, and those that add their results to a third."""
+
+MAKE_NEW = {_operation("sqrt", "default"), MULTIPLY, DIVIDE}
+"""Operations whose results have memory of their own."""
+
+
+def fuse(graph: fx.Graph, changed: set[fx.Node]) -> None:
+    """Have fewer operations go through the memory of large tensors.
+
+    Args:
+        graph: of operations, simplified.
+        changed: values that operations change in place.
+    """
+    for node in list(graph.nodes):
+        with graph.inserting_before(node):
+            if node.target is aten.add_.Tensor:
+                _add_rows(graph, node, changed)
+            elif node.target is ADD_LIST:
+                _add_products(graph, node)
+            elif node.target is ADD:
+                _add_in_place(graph, node)
+    graph.eliminate_dead_code()
+
+
+def _add_rows(graph: fx.Graph, node: fx.Node, changed: set[fx.Node]) -> None:
+    """Add the rows that an embedding's gradient has, without its zeros."""
+    total, gradient = node.args
+    if not isinstance(gradient, fx.Node) or node.kwargs:
+        return
+    is_of_rows = gradient.target is aten.embedding_dense_backward.default
+    if not is_of_rows or len(gradient.users) > 1:
+        return
+    rows, indices, _, padding, is_by_frequency = gradient.args
+    value, own = total.meta["val"], rows.meta["val"]
+    # Elsewhere rows are added in another order every time.
+    is_on_host = value.device.type == "cpu" and value.dtype == own.dtype
+    is_plain = padding < 0 and not is_by_frequency
+    if not is_on_host or not is_plain or changed & {rows, indices}:
+        return
+    places = graph.call_function(aten.reshape.default, (indices, [-1]))
+    shape = [-1, own.shape[-1]]
+    rows = graph.call_function(aten.reshape.default, (rows, shape))
+    node.target, node.args = aten.index_add_.default, (total, 0, places, rows)
+
+
+def _add_products(graph: fx.Graph, node: fx.Node) -> None:
+    """Add the products or quotients of two lists as they are computed."""
+    totals, addends = node.args
+    source = _only_source(addends)
+    if source is None or source.target not in ADDING:
+        return
+    dtypes = {n.meta["val"].dtype for n in (*totals, *source.all_input_nodes)}
+    if len(dtypes) > 1 or _changes_between(source, node):
+        return
+    node.target = ADDING[source.target]
+    node.args = (totals, *source.args)
+    node.kwargs = {"value": node.kwargs.get("alpha", 1)}
+
+
+def _add_in_place(graph: fx.Graph, node: fx.Node) -> None:
+    """Add a number to a list of which nothing else is made."""
+    values, number = node.args
+    source = _only_source(values)
+    if source is None or source.target not in MAKE_NEW:
+        return
+    graph.call_function(ADD_IN_PLACE, (values, number))
+    for item in list(node.users):
+        item.replace_all_uses_with(values[item.args[1]])
+        graph.erase_node(item)
+    graph.erase_node(node)
+
+
+def _only_source(items: Iterable[fx.Node]) -> fx.Node | None:
+    """Return what has made a list, if the whole of it is read once."""
+    items = list(items)
+    sources = {n.args[0] for n in items if n.target is getitem}
+    if len(sources) != 1 or any(len(n.users) > 1 for n in items):
+        return None
+    (source,) = sources
+    places = [n.args[1] for n in items if n.target is getitem]
+    is_whole = places == list(range(len(items))) and len(source.users) == len(
+        items
+    )
+    return source if is_whole else None
+
+
+def _changes_between(source: fx.Node, node: fx.Node) -> bool:
+    """Whether what an operation reads is another before some later one."""
+    changed: set[fx.Node] = set()
+    between = source.next
+    while between is not node:
+        schema = getattr(between.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            fx.node.map_arg(between.args[0], changed.add)
+        between = between.next
+    return bool(_memory_of(changed) & _memory_of(source.all_input_nodes))
+
+
+def _memory_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Find the values of which some may be views, and these."""
+    found, left = set(), list(nodes)
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += node.all_input_nodes if is_view(node) else ()
+    return found
