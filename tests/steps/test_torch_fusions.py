@@ -67,6 +67,59 @@ def test_rows_that_something_else_reads_or_changes_are_not():
         agrees(function, make(9, 4), make(2, 3, 4), INDICES)
 
 
+def test_products_of_matrices_are_added_as_they_are_computed():
+    def layer(tensors):
+        total, bias, x, cotangents = tensors
+        gradient = (x.T @ cotangents).reshape(3, 2, 2)
+        row = cotangents.sum(dim=0)
+        total += gradient
+        bias += row
+        return [row]
+
+    tensors = make(3, 2, 2), make(4), make(5, 3), make(5, 4)
+    names = names_of(layer, *tensors)
+    assert "mm" not in names
+    assert names.index("addmm_") < names.index("sum")
+    agrees(layer, *tensors)
+
+
+def test_products_are_added_where_totals_are_read_in_between():
+    def read(tensors):
+        total, x, cotangents = tensors
+        gradient = x.T @ cotangents
+        before = total.view(-1).sum()
+        total += gradient
+        return [before]
+
+    tensors = make(3, 4), make(5, 3), make(5, 4)
+    assert "addmm_" in names_of(read, *tensors)
+    agrees(read, *tensors)
+
+
+def test_products_that_lie_or_are_read_otherwise_are_added_apart():
+    def twice(tensors):
+        total, x, cotangents = tensors
+        gradient = x.T @ cotangents
+        total += gradient
+        return [gradient]
+
+    def repeated(tensors):
+        total, x, cotangents = tensors
+        total += x[:, :1].T @ cotangents
+        return []
+
+    def turned(tensors):
+        total, x, cotangents = tensors
+        turned = total.T.contiguous().T
+        turned += x.T @ cotangents
+        return [turned]
+
+    tensors = make(3, 4), make(5, 3), make(5, 4)
+    for function in (twice, repeated, turned):
+        assert "mm" in names_of(function, *tensors)
+        agrees(function, *tensors)
+
+
 def test_products_and_quotients_of_lists_are_added_as_they_are_computed():
     def update(tensors):
         weights, squares, gradients = tensors[:2], tensors[2:4], tensors[4:]

@@ -1,9 +1,9 @@
 """Recorded operations that go through memory once, in the place of several.
 
 Large variables fit into no cache: an update takes as long as they take to be
-read and written. Keras's optimizers make a list of new tensors for each term of
-their formulas, and the gradient of an embedding is as large as the embedding,
-though few of its rows are not zero.
+read and written. Gradients are made only to be added up; that of an embedding
+is as large as the embedding, though few of its rows are not zero. Keras's
+optimizers make a list of new tensors for each term of their formulas.
 """
 
 from collections.abc import Iterable
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from accumtrainer.steps.torch.marks import MARK
 from accumtrainer.steps.torch.shapes import is_view
 
 aten = torch.ops.aten
@@ -47,38 +48,81 @@ def fuse(graph: fx.Graph, changed: set[fx.Node]) -> None:
         changed: values that operations change in place.
     """
     for node in list(graph.nodes):
-        with graph.inserting_before(node):
-            if node.target is aten.add_.Tensor:
-                _add_rows(graph, node, changed)
-            elif node.target is ADD_LIST:
-                _add_products(graph, node)
-            elif node.target is ADD:
-                _add_in_place(graph, node)
+        if node.target is aten.add_.Tensor:
+            _add_gradient(graph, node, changed)
+        elif node.target is ADD_LIST:
+            _add_products(node)
+        elif node.target is ADD:
+            _add_in_place(graph, node)
     graph.eliminate_dead_code()
 
 
-def _add_rows(graph: fx.Graph, node: fx.Node, changed: set[fx.Node]) -> None:
+def _add_gradient(
+    graph: fx.Graph, node: fx.Node, changed: set[fx.Node]
+) -> None:
+    """Add to a total what is made for nothing else, while it is made."""
+    total, made = node.args
+    if _is_read_once(made) and made.target is aten.reshape.default:
+        made = made.args[0]
+    if node.kwargs or not _is_read_once(made):
+        return
+    if changed.intersection(made.all_input_nodes):
+        return
+    with graph.inserting_before(_place_of(made, node)):
+        if made.target is aten.embedding_dense_backward.default:
+            is_added = _add_rows(graph, total, made)
+        else:
+            is_added = made.target is aten.mm.default and _add_matrix(
+                graph, total, made
+            )
+    if is_added:
+        graph.erase_node(node)
+
+
+def _is_read_once(value: Any) -> bool:
+    return isinstance(value, fx.Node) and len(value.users) == 1
+
+
+def _place_of(made: fx.Node, node: fx.Node) -> fx.Node:
+    """Find where to add a value: early, as what it is made of takes memory."""
+    total = node.args[0]
+    readers = {user for user in total.users if user.op != "output"}
+    later = made
+    while later is not node and later.target is not MARK:
+        later = later.next
+    is_free = total.op == "placeholder" and readers == {node}
+    return made if is_free and later is node else node
+
+
+def _add_rows(graph: fx.Graph, total: fx.Node, made: fx.Node) -> bool:
     """Add the rows that an embedding's gradient has, without its zeros."""
-    total, gradient = node.args
-    if not isinstance(gradient, fx.Node) or node.kwargs:
-        return
-    is_of_rows = gradient.target is aten.embedding_dense_backward.default
-    if not is_of_rows or len(gradient.users) > 1:
-        return
-    rows, indices, _, padding, is_by_frequency = gradient.args
+    rows, indices, _, padding, is_by_frequency = made.args
     value, own = total.meta["val"], rows.meta["val"]
     # Elsewhere rows are added in another order every time.
     is_on_host = value.device.type == "cpu" and value.dtype == own.dtype
-    is_plain = padding < 0 and not is_by_frequency
-    if not is_on_host or not is_plain or changed & {rows, indices}:
-        return
+    if not is_on_host or is_by_frequency or padding >= 0:
+        return False
     places = graph.call_function(aten.reshape.default, (indices, [-1]))
     shape = [-1, own.shape[-1]]
     rows = graph.call_function(aten.reshape.default, (rows, shape))
-    node.target, node.args = aten.index_add_.default, (total, 0, places, rows)
+    graph.call_function(aten.index_add_.default, (total, 0, places, rows))
+    return True
 
 
-def _add_products(graph: fx.Graph, node: fx.Node) -> None:
+def _add_matrix(graph: fx.Graph, total: fx.Node, made: fx.Node) -> bool:
+    """Add a product of matrices."""
+    value, own = total.meta["val"], made.meta["val"]
+    is_alike = value.dtype == own.dtype and value.numel() == own.numel()
+    if not is_alike or not value.is_contiguous():
+        return False
+    if value.shape != own.shape:
+        shape = list(own.shape)
+        total = graph.call_function(aten.view.default, (total, shape))
+    graph.call_function(aten.addmm_.default, (total, *made.args))
+    return True
+
+
+def _add_products(node: fx.Node) -> None:
     """Add the products or quotients of two lists as they are computed."""
     totals, addends = node.args
     source = _only_source(addends)
@@ -98,7 +142,8 @@ def _add_in_place(graph: fx.Graph, node: fx.Node) -> None:
     source = _only_source(values)
     if source is None or source.target not in MAKE_NEW:
         return
-    graph.call_function(ADD_IN_PLACE, (values, number))
+    with graph.inserting_before(node):
+        graph.call_function(ADD_IN_PLACE, (values, number))
     for item in list(node.users):
         item.replace_all_uses_with(values[item.args[1]])
         graph.erase_node(item)
