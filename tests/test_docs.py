@@ -130,7 +130,7 @@ def test_speed_in_the_readme_is_what_was_measured():
                 ].items()
                 if name.startswith("Keras fit, accumulating")
             )
-            for backend in ("tensorflow", "jax")
+            for backend in ("tensorflow", "jax", "torch")
         ]
         shown = " | ".join(f"{ratio:.2f}" for ratio in ratios)
         assert f"| {title} | {count} x {size} | {shown} |" in page

@@ -60,6 +60,11 @@ def assert_same(trainer, other):
         np.testing.assert_array_equal(one, two)
 
 
+def assert_close(trainer, other):
+    for one, two in zip(everything(trainer), everything(other), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
+
+
 @pytest.fixture
 def recorded(monkeypatch):
     """List the programs that are recorded."""
@@ -74,7 +79,7 @@ def recorded(monkeypatch):
     return programs
 
 
-# Recorded programs compute what the operations do one by one; these to the bit.
+# Recorded programs compute what the operations do, but for the last digits.
 
 
 @pytest.fixture(params=["streamed", "fused"])
@@ -95,7 +100,7 @@ def test_recorded_programs_compute_what_operations_do(
     one = train(make_model(make_more))
     count = {"streamed": 2, "fused": 1}[plan]
     assert len(recorded) == count
-    assert_same(one, train(make_model(make_more), run_eagerly=True))
+    assert_close(one, train(make_model(make_more), run_eagerly=True))
     assert len(recorded) == count
 
 
@@ -114,7 +119,7 @@ def test_window_that_is_skipped_takes_the_other_way(plan):
     x[0] = np.inf
     one = train(make_model(), x=x)
     assert one.progress.skipped_updates == 2
-    assert_same(one, train(make_model(), x=x, run_eagerly=True))
+    assert_close(one, train(make_model(), x=x, run_eagerly=True))
 
 
 class LooksAtNumbers(layers.Layer):
@@ -124,7 +129,7 @@ class LooksAtNumbers(layers.Layer):
 
 def test_what_looks_at_numbers_runs_operation_by_operation(recorded, plan):
     one = train(make_model(LooksAtNumbers))
-    assert_same(one, train(make_model(LooksAtNumbers), run_eagerly=True))
+    assert_close(one, train(make_model(LooksAtNumbers), run_eagerly=True))
     assert len(recorded) == (plan == "streamed")  # to apply
 
 

@@ -41,6 +41,10 @@ POOLS = {
 """Which argument of what pools is the image."""
 
 
+SMALL = 4096
+"""How many elements a value may have that is kept rather than made again."""
+
+
 def simplify(module: fx.GraphModule, changed: set[fx.Node]) -> None:
     """Put fewer operations in the place of those that only change shapes.
 
@@ -81,11 +85,14 @@ class _Rewriter:
 
     def __init__(self, graph: fx.Graph, changed: set[fx.Node]):
         self._graph = graph
+        self._places = {node: i for i, node in enumerate(graph.nodes)}
+        self._place = 0
         self._unsafe = set(changed)
         self._known: list[dict[str, fx.Node]] = [{}]
 
     def rewrite(self, node: fx.Node, rules: "Rules") -> None:
         """Put something simpler, or what is there, in the place of a node."""
+        self._place = self._places[node]
         if node.target is MARK:
             self._enter(node.args[1])
         if any(i in self._unsafe for i in node.all_input_nodes):
@@ -139,16 +146,34 @@ class _Rewriter:
     def _known_as(
         self, target: Any, args: tuple, kwargs: dict, node: fx.Node | None
     ) -> fx.Node:
-        """Return the first node that computes the same of the same."""
+        """Return the node that has computed the same of the same."""
         key = repr((target, args, kwargs))
         for known in self._known:
-            if key in known:
+            if key in known and self._is_kept(known[key]):
                 return known[key]
         if node is None:
             node = self._graph.call_function(target, args)
             node.meta["val"] = target(*fx.node.map_arg(args, _value))
         self._known[-1][key] = node
         return node
+
+    def _is_kept(self, known: fx.Node) -> bool:
+        """Whether a value takes no memory that would not be taken anyway.
+
+        What is rematerialized is computed again so as not to be kept.
+        """
+        value = known.meta["val"]
+        values = value if isinstance(value, (tuple, list)) else [value]
+        if is_view(known) or sum(v.numel() for v in values) <= SMALL:
+            return True
+        return self._is_read_later(known)
+
+    def _is_read_later(self, value: fx.Node) -> bool:
+        return any(
+            self._places.get(user, 0) > self._place
+            or (is_view(user) and self._is_read_later(user))
+            for user in value.users
+        )
 
 
 def _reshape(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
