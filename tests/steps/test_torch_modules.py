@@ -174,7 +174,8 @@ def test_buffers_that_others_replace_are_saved_and_put_back(tmp_path):
     assert_same(state_of(model, module), saved)
 
 
-def test_modules_compute_where_perturb_has_moved_their_weights():
+@pytest.mark.parametrize("size", [12, 4])  # of the first in one call
+def test_modules_compute_where_perturb_has_moved_their_weights(size):
     class Sharp(Trainer):
         def perturb(self, gradients, info):
             return [0.5 * gradient for gradient in gradients]
@@ -192,8 +193,9 @@ def test_modules_compute_where_perturb_has_moved_their_weights():
     weights = model.get_weights()
     weights[2] = weights[2].T
     other.set_weights(weights)
-    fit(make_trainer(model, Sharp))
-    fit(make_trainer(other, Sharp))
+    cut = Accumulation(micro_batch_size=size)
+    fit(make_trainer(model, Sharp, accumulation=cut))
+    fit(make_trainer(other, Sharp, accumulation=cut))
     weights = model.get_weights()
     weights[2] = weights[2].T
     assert_near(weights, other.get_weights())
