@@ -101,7 +101,7 @@ class TorchBackend(Backend):
         return self.has_accelerator()
 
     def variables_beside(self, model: Model) -> list[Variable]:
-        if self._modules.model is not model or not model.built:
+        if not model.built or self._modules.model is not model:
             self._modules = Modules(model)
         return self._modules.buffers
 
