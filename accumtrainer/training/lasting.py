@@ -118,7 +118,8 @@ class LastingState:
         model = self._window_parts.model
         if not model.built:
             raise ValueError(errors.NOT_BUILT.format(model=model.name))
-        return [*model.trainable_variables, *model.non_trainable_variables]
+        others = self._window_parts.non_trainable_variables
+        return [*model.trainable_variables, *others]
 
     def _parts(self) -> dict[str, list[Variable]]:
         if self._variables is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from accumtrainer.data.batches import Batch
-from accumtrainer.keras_api.types import Nest, Tensor, Variable
+from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
 from accumtrainer.window.weighing import Shares
 
 
@@ -82,6 +82,15 @@ class WindowBackend(abc.ABC):
     """
 
     replicas: Replicas
+
+    def variables_beside(self, model: Model) -> list[Variable]:
+        """List variables for what layers keep that Keras does not know of.
+
+        Args:
+            model: built.
+        """
+        del model
+        return []
 
     @abc.abstractmethod
     def trace(

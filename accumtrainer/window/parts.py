@@ -41,11 +41,19 @@ class WindowParts:
         return self.hooks.model
 
     @property
+    def non_trainable_variables(self) -> list[Any]:
+        """The model's, and of what its layers keep beside them."""
+        return [
+            *self.model.non_trainable_variables,
+            *self.backend.variables_beside(self.model),
+        ]
+
+    @property
     def variables(self) -> list[Any]:
         """What a micro-batch may read or move, what it captures aside."""
         return [
             *self.model.trainable_variables,
-            *self.model.non_trainable_variables,
+            *self.non_trainable_variables,
             *metric_variables(self.model),
             *self.tracked,
             *self.state.variables,

@@ -118,7 +118,7 @@ def take_survey(parts: WindowParts, passes: Passes, batch: Batch) -> Survey:
         batch: arrays, one micro-batch.
     """
     hooks, model = parts.hooks, parts.model
-    movable = [*model.non_trainable_variables, *parts.tracked]
+    movable = [*parts.non_trainable_variables, *parts.tracked]
     seen: dict[str, Any] = {}
 
     def run(batch: Batch) -> Tensor:
@@ -229,7 +229,7 @@ def _written(
     others = [
         # Spectral normalization, for one, writes a kernel.
         *model.trainable_variables,
-        *model.non_trainable_variables,
+        *parts.non_trainable_variables,
         *hooks.optimizer.variables,
         *hooks.variables_of_loss,
     ]

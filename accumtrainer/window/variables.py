@@ -74,7 +74,8 @@ class WindowVariables:
         self._moved_by_perturb: list[Variable] = []
         self._kept: list[Variable] = []
         self.start: list[Variable] = []
-        self._keep(self._put_back(parts.tracked))
+        beside = parts.backend.variables_beside(parts.model)
+        self._keep(self._put_back([*parts.tracked, *beside]))
         self.expect(survey)
         self.follow(survey)
 
@@ -181,7 +182,7 @@ class WindowVariables:
         return {
             "model": [
                 *self._model.trainable_variables,
-                *self._model.non_trainable_variables,
+                *self._parts.non_trainable_variables,
             ],
             "optimizer": list(self._optimizer.variables),
             "state": self._state.variables,
@@ -218,7 +219,7 @@ class WindowVariables:
     def moved_by_passes(self) -> list[Variable]:
         """What micro-batches change before the window is applied."""
         return [
-            *self._model.non_trainable_variables,
+            *self._parts.non_trainable_variables,
             *metric_variables(self._model),
             *self._parts.tracked,
             *self.streams,

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from accumtrainer import Accumulation, Trainer
+from accumtrainer import Accumulation, Trainer, errors
 from accumtrainer.keras_api import (
     BACKEND,
     KERAS_NAME,
@@ -139,26 +139,35 @@ print("keras" in set(sys.modules) - before, "keras" in sys.modules)
 
 
 def run_on_keras_core(code):
-    """Run code in a fresh interpreter and return the lines it printed."""
+    """Run code in a fresh interpreter, and return what came of it."""
     environment = {"ACCUMTRAINER_KERAS": "keras_core", "KERAS_BACKEND": BACKEND}
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | environment,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
 
 
 @pytest.mark.skipif(
     BACKEND == "torch", reason="Keras Core is refused on PyTorch"
 )
 def test_standing_on_keras_core_does_not_import_keras():
-    *_, updates, imported = run_on_keras_core(TRAIN)
+    done = run_on_keras_core(TRAIN)
+    assert done.returncode == 0, done.stderr
+    *_, updates, imported = done.stdout.splitlines()
     assert updates == "updates 2"
     # TensorFlow itself imports Keras 3, before anybody asks for it.
     assert imported == f"False {BACKEND == 'tensorflow'}"
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="is about PyTorch")
+def test_keras_core_is_refused_on_pytorch():
+    done = run_on_keras_core(TRAIN)
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: {errors.KERAS_CORE_ON_TORCH}"
+    )
+    assert "updates" not in done.stdout
 
 
 @core_only

@@ -170,43 +170,6 @@ def test_ways_are_selected_where_the_host_must_not_wait(monkeypatch, is_bad):
     assert_same(train(make_model(), x=x), expected)
 
 
-# Modules of PyTorch within a model of Keras.
-
-
-def wrap(*modules):
-    return keras.layers.TorchModuleWrapper(torch.nn.Sequential(*modules))
-
-
-@pytest.mark.parametrize("run_eagerly", [False, True])
-def test_modules_of_pytorch_are_trained_as_by_keras(run_eagerly):
-    def make():
-        torch.manual_seed(0)
-        return make_model(lambda: wrap(torch.nn.Linear(8, 8), torch.nn.Tanh()))
-
-    def options():
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        return {"optimizer": keras.optimizers.SGD(0.1), "loss": loss}
-
-    model, plain = make(), make()
-    plain.set_weights(model.get_weights())
-    whole = Accumulation(micro_batch_size=12)
-    train(model, accumulation=whole, run_eagerly=run_eagerly, **options())
-    plain.compile(**options())
-    plain.fit(X, Y, batch_size=12, epochs=2, shuffle=False, verbose=0)
-    pairs = zip(model.get_weights(), plain.get_weights(), strict=True)
-    for one, other in pairs:
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-
-
-def test_statistics_of_modules_move_once_per_micro_batch():
-    norm = torch.nn.BatchNorm1d(8)
-    model = make_model(lambda: wrap(norm))
-    before = int(norm.num_batches_tracked)  # Keras has looked at the layer
-    trainer = train(model, epochs=1)
-    trainer.evaluate(X, Y, verbose=0)
-    assert int(norm.num_batches_tracked) == before + 6
-
-
 # Draws.
 
 
@@ -241,6 +204,32 @@ def test_keras_makes_generators_and_knows_of_seeds_as_it_did():
         drawn = keras.random.uniform([3], seed=five)
     assert asked == [5]
     assert torch.equal(drawn, expected)
+
+
+# Optimizers.
+
+
+def test_what_an_optimizer_keeps_is_not_written_to():
+    # Within an update ScheduleFreeAdamW uses the momentum before it; the
+    # formula is that of Keras, for one weight whose gradient is -2.
+    model = keras.Sequential([keras.Input([1]), layers.Dense(1)])
+    model.set_weights([np.ones([1, 1], "float32"), np.zeros(1, "float32")])
+    model.layers[0].bias.trainable = False
+    beta, rate, y, z, v = 0.9, 0.1, 1.0, 1.0, 0.0
+
+    def loss(y_true, y_pred):
+        return -2.0 * y_pred
+
+    optimizer = keras.optimizers.ScheduleFreeAdamW(rate, weight_decay=None)
+    trainer = Trainer(model, optimizer=optimizer, loss=loss)
+    for step in range(1, 5):
+        trainer.train_on_batch(np.ones([2, 1]), np.ones([2, 1]))
+        x = (y - (1 - beta) * z) / beta
+        v += 0.001 * (4.0 - v)
+        z += rate * 2.0 / (np.sqrt(v / (1 - 0.999**step)) + 1e-8)
+        x = (1 - 1 / step) * x + z / step
+        y = (1 - beta) * z + beta * x
+        assert float(model.get_weights()[0][0, 0]) == pytest.approx(y, 1e-5)
 
 
 # What belongs to others.

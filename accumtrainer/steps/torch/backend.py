@@ -25,6 +25,7 @@ from accumtrainer.steps.torch.gradients import (
     map_rows,
 )
 from accumtrainer.steps.torch.marks import record_branch
+from accumtrainer.steps.torch.modules import Modules
 from accumtrainer.steps.torch.programs import Holder, Program
 from accumtrainer.steps.torch.replicas import TorchReplicas
 from accumtrainer.steps.torch.scopes import Copied, Pending, innermost
@@ -62,6 +63,7 @@ class TorchBackend(Backend):
         self._holders: dict[int, Holder] = {}
         self._is_recording = False
         self._is_mapping = False
+        self._modules = Modules(None)
 
     @classmethod
     def of_model(
@@ -99,6 +101,11 @@ class TorchBackend(Backend):
     def runs_ahead(self) -> bool:
         return self.has_accelerator()
 
+    def variables_beside(self, model: Model) -> list[Variable]:
+        if not model.built or self._modules.model is not model:
+            self._modules = Modules(model)
+        return self._modules.buffers
+
     def trace(
         self, function: Callable[[Batch], Nest], batch: Batch
     ) -> set[str]:
@@ -108,6 +115,7 @@ class TorchBackend(Backend):
             torch.random.fork_rng(),
             buffers,
             Trial() as trial,
+            self._modules.computing(is_trial=True),
         ):
             function(tree.map_structure(_to_tensor, batch))
             known = [] if self._model is None else self._model.variables
@@ -127,7 +135,12 @@ class TorchBackend(Backend):
             id(program), Holder(program, self.replicas.begin_alike)
         )
         recording = None if self._run_eagerly else self._recording
-        return Program(function, holder, recording, compiles=jit_compile)
+
+        def run(*arguments: Nest) -> Nest:
+            with self._modules.computing(is_recording=self._is_recording):
+                return function(*arguments)
+
+        return Program(run, holder, recording, compiles=jit_compile)
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
@@ -151,6 +164,7 @@ class TorchBackend(Backend):
         return to_tensor(value)
 
     def write_back(self) -> None:
+        self._modules.settle()
         for holder in self._holders.values():
             holder.forget()
 

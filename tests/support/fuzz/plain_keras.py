@@ -104,10 +104,28 @@ def with_dense_gradients(optimizer, noise=0.0):
         grads = [dense(gradient) for gradient in grads]
         if noise:
             grads = with_noise(grads, variables, noise)
-        return apply(grads, trainable_variables)
+        if keras.backend.backend() != "torch" or not isinstance(
+            optimizer, keras.optimizers.ScheduleFreeAdamW
+        ):
+            return apply(grads, trainable_variables)
+        apply_at_once(apply, grads, variables, optimizer)
 
     optimizer.apply = apply_dense
     return optimizer
+
+
+def apply_at_once(apply, grads, variables, optimizer):
+    """Have all that an optimizer reads be what was there before its update.
+
+    ScheduleFreeAdamW of Keras 3.15 keeps the momentum to use it after it has
+    moved, and on PyTorch has kept what is written to. On JAX it is a copy.
+    """
+    with keras.StatelessScope() as scope:
+        apply(grads, variables)
+    for variable in [*optimizer.variables, *variables]:
+        value = scope.get_current_value(variable)
+        if value is not None:
+            variable.assign(value)
 
 
 def dense(gradient):
