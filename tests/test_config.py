@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -280,6 +281,9 @@ def test_every_is_due_once_for_each_stride_over_a_multiple(n, strides):
     [
         Accumulation(steps=4, tail="carry", combine="sum"),
         Accumulation(steps={5: 8, 0: 2}),
+        Accumulation(steps={0: np.int64(2)}),
+        Accumulation(steps=np.int64(4)),
+        LossScale(initial=np.float32(8)),
         Accumulation(micro_batch_size=16, per_example=True),
         Accumulation(micro_batch_size="auto", memory_limit_bytes=2**30),
         LossScale(initial=64, growth_interval=7, maximum=128),
