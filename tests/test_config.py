@@ -296,6 +296,10 @@ def test_options_come_back_from_json(options):
     assert type(options).from_dict(plain) == options
 
 
+def test_keys_of_inner_dicts_are_text_as_in_json():
+    assert Accumulation(steps={0: 2}).to_dict()["steps"] == {"0": 2}
+
+
 def test_options_left_out_of_a_dict_have_their_defaults():
     assert Accumulation.from_dict({"steps": 4}) == Accumulation(steps=4)
     assert LossScale.from_dict({}) == LossScale()

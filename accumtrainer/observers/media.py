@@ -53,7 +53,7 @@ class Image:
                 f"{list(pixels.shape)}. Log one image of a batch at a time."
             )
         if not np.issubdtype(pixels.dtype, np.integer):
-            known = np.nan_to_num(pixels.astype("float32"))
+            known = np.nan_to_num(pixels.astype("float32"), posinf=1.0)
             if known.max() > 2:
                 warnings.warn(
                     LARGE_FLOATS.format(high=known.max()),

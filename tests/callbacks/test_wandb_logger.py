@@ -419,6 +419,13 @@ def test_direction_of_a_metric_is_guessed_only_where_its_name_says_it():
     }
 
 
+def test_best_is_neither_worse_nor_no_number():
+    logger = WandbLogger(run=Run())
+    for updates, value in ((1, np.nan), (2, 0.5), (3, 0.25), (4, np.inf)):
+        row = {"updates": updates, "val_accuracy": value}
+        assert bool(logger._best.update(row)) == (updates == 2)
+
+
 @pytest.mark.skipif(BACKEND == "tensorflow", reason="TensorFlow is the backend")
 def test_tensorflow_is_not_imported(tmp_path):
     code = f"""if True:

@@ -79,6 +79,7 @@ def test_media_outside_of_a_training_are_refused():
             TypeError,
             "name must be a str. Received: name=3",
         ),
+        (lambda: Shows().log_media("", Text("")), TypeError, "name=''"),
         (lambda: Predictions(X, every=3), TypeError, "every=3"),
         (lambda: Predictions(X, most=0), ValueError, "most=0"),
         (lambda: Predictions(X, to_row=3), TypeError, "to_row=3"),
@@ -93,6 +94,9 @@ def test_tensors_are_copied_to_the_host():
     ones = keras.ops.ones([2, 2])
     assert Image(ones).pixels.tolist() == [[[255], [255]]] * 2
     assert Image(np.array([[300, -1]])).pixels.tolist() == [[[255], [0]]]
+    holes = [[np.nan, np.inf], [-np.inf, 0.5]]
+    assert Image(np.array(holes)).pixels[1].tolist() == [[0], [128]]
+    assert Histogram(holes).values.tolist() == [0.5]
     assert Histogram(ones).values.tolist() == [1.0] * 4
     assert Table(["a"], [[ones]]).rows == [[[[1.0, 1.0], [1.0, 1.0]]]]
 
