@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self
 
+import numpy as np
+
 
 class PlainOptions:
     """Give a frozen dataclass `to_dict` and `from_dict`.
@@ -35,7 +37,10 @@ class PlainOptions:
                     "or a dict {first_epoch: steps}."
                 )
             if isinstance(value, Mapping):
-                values[name] = {str(k): item for k, item in value.items()}
+                plain = {str(k): _plain(item) for k, item in value.items()}
+                values[name] = plain
+            else:
+                values[name] = _plain(value)
         return values
 
     @classmethod
@@ -66,6 +71,11 @@ class PlainOptions:
                 f"It has {', '.join(known)}."
             )
         return cls(**{k: _with_whole_keys(v) for k, v in values.items()})
+
+
+def _plain(value: Any) -> Any:
+    """Turn a number of NumPy into one that JSON knows."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _with_whole_keys(value: Any) -> Any:

@@ -54,6 +54,7 @@ class Checkpoint(Callback):
     """
 
     looks_at_model = False
+    needs_trainer = True
     has_state = True
 
     def __init__(

@@ -8,6 +8,8 @@ import sys
 from importlib import metadata
 from typing import Any
 
+import numpy as np
+
 from accumtrainer.keras_api import (
     BACKEND,
     KERAS_NAME,
@@ -58,6 +60,8 @@ def as_plain(value: Any) -> Any:
         return [as_plain(item) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, np.generic):
+        return value.item()
     if callable(value):
         return getattr(value, "__qualname__", type(value).__name__)
     return str(value)

@@ -84,6 +84,7 @@ class GradientNoiseScale(Callback):
 
     has_state = True
     looks_at_model = False
+    needs_trainer = True
     needs_gradient_norms = True
 
     def __init__(self, *, every: Every | None = None, decay: float = 0.99):

@@ -18,6 +18,11 @@ MOST_CHARACTERS = 500
 UNNAMEABLE = re.compile(r"[^\w\-. :/]")
 """What MLflow does not allow in a name."""
 
+NO_FILE = re.compile(r"(?<![^/])\.{0,2}(?![^/])")
+"""Parts between the slashes of a name that would be no names of files."""
+
+LONGEST_NAME = 250
+
 UNFINISHED = (
     "MLflow did not take the last points within close_secs={secs:g} seconds; "
     "they are left out. Give it more."
@@ -198,7 +203,13 @@ def import_mlflow() -> Any:
 
 
 def _nameable(name: str) -> str:
-    return UNNAMEABLE.sub("_", name)
+    """Change a name to one that MLflow takes, as it refuses points whole.
+
+    Examples:
+        >>> _nameable("top@5//"), _nameable("../a")
+        ('top_5/_/_', '_/a')
+    """
+    return NO_FILE.sub("_", UNNAMEABLE.sub("_", name))[:LONGEST_NAME]
 
 
 def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:

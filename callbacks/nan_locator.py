@@ -45,6 +45,7 @@ class NaNLocator(Callback):
 
     has_state = True
     looks_at_model = False
+    needs_trainer = True
 
     def __init__(
         self,

@@ -1,36 +1,40 @@
 """Shows what the model says about the same examples, again and again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from accumtrainer import Callback, Every, Image, Progress, Table
-from accumtrainer.keras_api import tree
+from accumtrainer.keras_api import keras, tree
 
 
 class Predictions(Callback):
     """Log predictions on fixed examples as a table, every so often.
 
     The table goes to every logger that takes tables, such as `WandbLogger`.
-    It has a row per example: its number, its input if that is an image, its
-    label if there is one, and what the model says. Of a vector of scores it
-    tells the class with the largest one, and the scores. `to_row` makes other
-    rows. Predicting changes nothing of the training. In a trial
-    (`fast_dev_run`) it does nothing.
+    It has a row per example: its number, its inputs that are images or text,
+    its labels if there are any, and what the model says. Of a vector of scores
+    it tells the class with the largest one, and the scores. Where there are
+    several inputs, labels or outputs, their keys are in the names of the
+    columns, as in `label_age`. `to_row` makes other rows. Predicting changes
+    nothing of the training. In a trial (`fast_dev_run`) it does nothing.
 
     Args:
-        x: arrays of examples, or a nest of them, as `Trainer.predict` takes.
-        y: array of their labels, or `None`.
+        x: array of examples, or a nest of arrays; no generator or dataset,
+            whose first batch is easily taken.
+        y: array of their labels, or a nest of arrays, or `None`.
         every: how often; default every epoch.
         name: of the table in the logs.
         most: how many examples to show, the first ones.
         to_row: function from an example's input, label (`None` without `y`)
             and prediction to a dict by name of column; as Python numbers,
-            strings, small arrays or `Image`.
+            strings, small arrays or `Image`. A column that some rows lack is
+            empty there.
 
     Raises:
-        TypeError: an argument is of the wrong kind.
+        TypeError: an argument is of the wrong kind, or `to_row` returned no
+            dict; the latter is raised when it is called.
         ValueError: an argument breaks its rule.
 
     Examples:
@@ -40,6 +44,7 @@ class Predictions(Callback):
     """
 
     looks_at_model = False
+    needs_trainer = True
     has_state = True
 
     def __init__(
@@ -57,8 +62,9 @@ class Predictions(Callback):
         _check(every, most, to_row)
         self.every = every
         self.name = name
-        self._x = tree.map_structure(lambda a: np.array(a[:most]), x)
-        self._y = None if y is None else np.array(y[:most])
+        self._x = _first("x", x, most)
+        self._y = None if y is None else _first("y", y, most)
+        _check_lengths(self._x, self._y)
         self._to_row = to_row or _row
         self._since = Progress()
         self._was_restored = False
@@ -94,12 +100,44 @@ class Predictions(Callback):
         for index in range(len(first)):
             row = self._to_row(
                 _pick(self._x, index),
-                None if self._y is None else self._y[index],
+                None if self._y is None else _pick(self._y, index),
                 _pick(outputs, index),
             )
+            if not isinstance(row, dict):
+                raise TypeError(
+                    "to_row must return a dict by name of column. Received: "
+                    f"{row!r}. Return for example {{'guess': guess}}."
+                )
             rows.append({"example": index} | row)
-        columns = list(rows[0]) if rows else []
+        columns = list(dict.fromkeys(name for row in rows for name in row))
         return Table(columns, [[row.get(c) for c in columns] for row in rows])
+
+
+def _first(name: str, nest: Any, most: int) -> Any:
+    """Copy the first examples of every array of a nest to the host."""
+
+    def first(leaf: Any) -> np.ndarray:
+        if not hasattr(leaf, "shape") or not len(leaf.shape):
+            raise TypeError(
+                f"{name} must hold arrays of examples. Received: {name} with "
+                f"{type(leaf).__name__!r} in it. Give arrays, of a generator "
+                "or a dataset one batch: x, y = next(iter(data))."
+            )
+        return np.array(keras.ops.convert_to_numpy(leaf[:most]))
+
+    return tree.map_structure(first, nest)
+
+
+def _check_lengths(x: Any, y: Any) -> None:
+    lengths = [
+        len(array) for array in tree.flatten((x, [] if y is None else y))
+    ]
+    if not lengths or not lengths[0] or len(set(lengths)) > 1:
+        raise ValueError(
+            "x and y must hold the same number of examples, at least 1, in "
+            f"every array. Received: {lengths}, of what is shown. Check how "
+            "the arrays were sliced or joined."
+        )
 
 
 def _pick(nest: Any, index: int) -> Any:
@@ -110,16 +148,29 @@ def _pick(nest: Any, index: int) -> Any:
 def _row(x: Any, y: Any, prediction: Any) -> dict[str, Any]:
     """Show an example as well as can be guessed."""
     row: dict[str, Any] = {}
-    if _is_image(x):
-        row["input"] = Image(x)
+    for name, value in _named("input", x):
+        if _is_image(value):
+            row[name] = _picture(value)
+        elif isinstance(value, str | bytes):
+            row[name] = value
     if y is not None:
-        row["label"] = y
-    if isinstance(prediction, np.ndarray):
-        return row | _cells("prediction", prediction)
-    outputs = tree.flatten(prediction)
-    for index, output in enumerate(outputs):
-        row |= _cells(f"prediction_{index}", output)
+        row |= dict(_named("label", y))
+    for name, value in _named("prediction", prediction):
+        row |= _cells(name, value)
     return row
+
+
+def _named(name: str, nest: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a nest holds, each with a name of its own."""
+    if isinstance(nest, dict):
+        items: Any = nest.items()
+    elif isinstance(nest, list | tuple):
+        items = enumerate(nest)
+    else:
+        yield name, nest
+        return
+    for key, value in items:
+        yield from _named(f"{name}_{key}", value)
 
 
 def _cells(name: str, prediction: Any) -> dict[str, Any]:
@@ -128,13 +179,27 @@ def _cells(name: str, prediction: Any) -> dict[str, Any]:
         return {name: prediction.reshape([])}
     if prediction.ndim == 1:
         return {name: int(prediction.argmax()), f"{name}_scores": prediction}
-    return {name: Image(prediction) if _is_image(prediction) else prediction}
+    is_image = _is_image(prediction)
+    return {name: _picture(prediction) if is_image else prediction}
 
 
 def _is_image(x: Any) -> bool:
     return isinstance(x, np.ndarray) and (
         x.ndim == 3 and x.shape[-1] in (1, 3, 4)
     )
+
+
+def _picture(pixels: np.ndarray) -> Image:
+    """Make an image of what a model takes or returns, in whatever range."""
+    if np.issubdtype(pixels.dtype, np.integer):
+        return Image(pixels)
+    known = np.nan_to_num(pixels.astype("float32"), posinf=0.0, neginf=0.0)
+    low, high = known.min(), known.max()
+    if low > -0.5 and high < 1.5:
+        return Image(known)  # a little more than from 0 to 1 is clipped
+    if low >= 0 and high <= 255:
+        return Image(known / 255)
+    return Image((known - low) / max(high - low, 1e-6))
 
 
 def _check(every: Any, most: Any, to_row: Any) -> None:

@@ -35,6 +35,7 @@ class Profile(Callback):
 
     has_state = False
     looks_at_model = False
+    needs_trainer = True
 
     def __init__(
         self,

@@ -46,6 +46,7 @@ class Throughput(Callback):
 
     has_state = False
     looks_at_model = False
+    needs_trainer = True
 
     def __init__(
         self,

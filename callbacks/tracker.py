@@ -4,6 +4,7 @@ import abc
 import inspect
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +28,9 @@ UNKNOWN_OPTIONS = (
 class Tracker(Logger):
     """Feed one run of a tracker, which a second `fit` and a resume continue.
 
-    The run is begun with the first epoch, as a resume says only after `open`
-    which run it is. What goes wrong in the thread is one warning.
+    Another Trainer, or one that has been put back, begins another run. The run
+    is begun with the first epoch, as a resume says only after `open` which run
+    it is. What goes wrong in the thread is one warning.
 
     Args:
         every: how often to write a point.
@@ -50,6 +52,7 @@ class Tracker(Logger):
         self._options = options
         self._run_id: str | None = None
         self._last_updates = -1
+        self._followed: Any = None  # a reference to the run's Trainer
         self._is_resumed = False
         self._background: Background | None = None
         self._has_warned = False
@@ -88,8 +91,15 @@ class Tracker(Logger):
         # Amid an epoch, a resume says which run it is before the counters are
         # put back.
         is_behind = self.trainer.progress.updates < self._last_updates
-        if is_behind and not self._is_resumed:
-            self._run_id, self._last_updates = None, -1  # another training
+        followed = self._followed
+        is_another = followed is not None and followed() is not self.trainer
+        if (is_behind or is_another) and not self._is_resumed:
+            self.forget_run()
+        self._followed = weakref.ref(self.trainer)
+
+    def forget_run(self) -> None:
+        """Begin another run with the next training."""
+        self._run_id, self._last_updates = None, -1
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         super().on_epoch_begin(epoch, logs)

@@ -32,6 +32,7 @@ class Unfreeze(Callback):
 
     has_state = True
     looks_at_model = False
+    needs_trainer = True
 
     def __init__(
         self,

@@ -76,9 +76,9 @@ class WandbLogger(Tracker):
     program has a handler of its own for SIGTERM, that one is called instead.
 
     A run that was started here is finished when training ends; a second
-    `fit` continues it. A run that was handed in, or was active already, is
-    left running. After a resume the same run goes on, and points that it has
-    already are not sent again.
+    `fit` of the same Trainer continues it. A run that was handed in, or was
+    active already, is left running. After a resume the same run goes on, and
+    points that it has already are not sent again.
 
     Needs W&B: `pip install 'accumtrainer[wandb]'`.
 
@@ -134,6 +134,7 @@ class WandbLogger(Tracker):
     ):
         super().__init__(every, init_options, close_secs)
         _check_options(run, project, init_options, watch, watch_every, best)
+        _check_checkpoints(log_checkpoints)
         if project is not None:
             init_options["project"] = project
         self.watch = watch
@@ -171,6 +172,10 @@ class WandbLogger(Tracker):
         super().open()
         self._watch.start(self.trainer)
         self._sent_checkpoints.start()
+
+    def forget_run(self) -> None:
+        super().forget_run()
+        self._best.values = {}
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         super().on_train_batch_end(batch, logs)
@@ -404,4 +409,14 @@ def _check_options(
         raise ValueError(
             "best must map names to 'min' or 'max'. Received: "
             f"best={wrong!r}. Write for example {{'val_bleu': 'max'}}."
+        )
+
+
+def _check_checkpoints(callback: Any) -> None:
+    if callback is not None and not hasattr(callback, "last_saved"):
+        raise TypeError(
+            "log_checkpoints must be a callback with last_saved, the directory "
+            f"it saved last. Received: {callback!r}. Use "
+            "accumtrainer.callbacks.Checkpoint(directory), and give it to fit "
+            "as well."
         )

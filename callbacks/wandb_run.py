@@ -177,8 +177,12 @@ class WandbRun:
     def _init(self) -> Any:
         wandb = import_wandb()
         active = wandb.run
+        joining = _joining(active, self._options)
+        if joining and active.disabled:
+            self._is_ours = False
+            return active  # `wandb.init` would make another one
         try:
-            run = wandb.init(**self._options)
+            run = wandb.init(**joining | self._options)
         except wandb.errors.AuthenticationError:
             raise
         except (wandb.errors.CommError, TimeoutError, OSError) as error:
@@ -239,3 +243,18 @@ class WandbRun:
 
     def _directory(self) -> Path:
         return Path(self.run.settings.sync_dir)
+
+
+def _joining(active: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return options that have `wandb.init` join a run, if one is active.
+
+    In a notebook it would end that run, and where nobody is logged in it asks
+    for a key, though the run is offline. Who says `reinit` has his way.
+    """
+    settings = options.get("settings") or {}
+    settings = settings if isinstance(settings, dict) else vars(settings)
+    reinit = options.get("reinit") or settings.get("reinit") or "default"
+    if active is None or reinit != "default":
+        return {}
+    joining = {"reinit": "return_previous"}
+    return joining | ({"mode": "offline"} if active.offline else {})

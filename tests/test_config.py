@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -280,6 +281,9 @@ def test_every_is_due_once_for_each_stride_over_a_multiple(n, strides):
     [
         Accumulation(steps=4, tail="carry", combine="sum"),
         Accumulation(steps={5: 8, 0: 2}),
+        Accumulation(steps={0: np.int64(2)}),
+        Accumulation(steps=np.int64(4)),
+        LossScale(initial=np.float32(8)),
         Accumulation(micro_batch_size=16, per_example=True),
         Accumulation(micro_batch_size="auto", memory_limit_bytes=2**30),
         LossScale(initial=64, growth_interval=7, maximum=128),
@@ -290,6 +294,10 @@ def test_every_is_due_once_for_each_stride_over_a_multiple(n, strides):
 def test_options_come_back_from_json(options):
     plain = json.loads(json.dumps(options.to_dict()))
     assert type(options).from_dict(plain) == options
+
+
+def test_keys_of_inner_dicts_are_text_as_in_json():
+    assert Accumulation(steps={0: 2}).to_dict()["steps"] == {"0": 2}
 
 
 def test_options_left_out_of_a_dict_have_their_defaults():

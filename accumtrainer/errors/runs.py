@@ -120,9 +120,18 @@ MEDIA_OUTSIDE = (
     "{name!r} outside of it. Use the tool of the logger itself there."
 )
 
+NEEDS_TRAINER = (
+    "{callback} must be given to a Trainer, whose counters and numbers it "
+    "reads. Received: it among the callbacks of a plain keras.Model. Train by "
+    "Trainer(model, accumulation=...).fit, which takes the same data; inside "
+    "Model.fit use callbacks of Keras, such as keras.callbacks.CSVLogger or "
+    "wandb.integration.keras.WandbMetricsLogger."
+)
+
 NO_MEDIA = (
     "{name!r} is left out: no logger takes a value of type {kind}. Loggers: "
-    "{loggers}. WandbLogger takes images, histograms, text and tables."
+    "{loggers}. WandbLogger and TrackioLogger take images, histograms, text "
+    "and tables."
 )
 
 NO_ARTIFACT = (

@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -65,7 +65,8 @@ class Callback(keras.callbacks.Callback):
             `False` in a class whose hooks do not, and JAX need not make the
             model's variables current for them.
         is_logger: whether its hooks are called after those of the other
-            callbacks, to see what these write into the logs.
+            callbacks, to see what these write into the logs; but the opening
+            ones, such as `on_train_begin`, before them.
         needs_gradient_norms: whether `gradient_norm` and `gradient_weight`
             shall be in the logs of `on_micro_batch` and `on_accumulate`, and
             in `trainer.micro_batch_logs`: the norm of the gradient that is
@@ -75,6 +76,8 @@ class Callback(keras.callbacks.Callback):
             `fit(resume_from="auto")` looks, or `None`.
         signals: names of signals, such as `"SIGTERM"`, at which training
             shall end in good order, with `Preempted`.
+        needs_trainer: whether it is of no use without a `trainer`, and so
+            refused among the callbacks of `keras.Model.fit`.
         has_state: whether `get_state` and `set_state` say what a checkpoint
             keeps of it. Otherwise a checkpoint keeps those of its attributes
             that are plain values and have changed in training.
@@ -93,7 +96,9 @@ class Callback(keras.callbacks.Callback):
     needs_gradient_norms = False
     checkpoints: Any = None
     signals: tuple[str, ...] = ()
+    needs_trainer = False
     has_state = False
+    _is_told_its_trainer = False
 
     @property
     def may_write(self) -> bool:
@@ -107,6 +112,20 @@ class Callback(keras.callbacks.Callback):
     def set_trainer(self, trainer: Any) -> None:
         """Tell the callback which Trainer it watches."""
         self.trainer = trainer
+        self._is_told_its_trainer = True
+
+    def set_model(self, model: Model) -> None:
+        """Tell the callback which model it watches.
+
+        Raises:
+            TypeError: it needs a Trainer, and Keras trains without one.
+        """
+        is_told, self._is_told_its_trainer = self._is_told_its_trainer, False
+        if self.needs_trainer and not is_told:
+            raise TypeError(
+                errors.NEEDS_TRAINER.format(callback=type(self).__name__)
+            )
+        super().set_model(model)
 
     def on_micro_batch(self, index: int, logs: Any = None) -> None:
         """Look at one micro-batch, after its forward and backward pass.
@@ -176,7 +195,8 @@ class Dispatcher:
     """Call each hook of the callbacks that override it, and only of those.
 
     The order is the user's, then loggers, then the history, then the progress
-    bar, so that the last ones see what the others wrote into the logs.
+    bar, so that the last ones see what the others wrote into the logs. Loggers
+    alone are opened first, so that the others can log from their opening on.
 
     Args:
         callbacks: a `keras.callbacks.Callback`, a list of them in which lists
@@ -254,10 +274,10 @@ class Dispatcher:
         if self.history is not None:
             model.history = self.history
         for callback in self.callbacks:
-            callback.set_model(model)
-            callback.set_params(params)
             if isinstance(callback, Callback):
                 callback.set_trainer(trainer)
+            callback.set_model(model)
+            callback.set_params(params)
 
     def listens(self, name: str) -> bool:
         """Say whether any callback overrides the hook called `name`."""
@@ -301,32 +321,47 @@ class Dispatcher:
     @contextlib.contextmanager
     def _block(self, begin: str, end: str) -> "Iterator[Dispatcher]":
         outer_logs, self.last_logs = self.last_logs, {}
-        opened = []
+        opened: set[int] = set()
         self._prepare_for(begin)
         try:
-            for callback in self.callbacks:
+            for callback in self._openers_first():
                 getattr(callback, begin)({})
-                opened.append(callback)
+                opened.add(id(callback))
             yield self
         except BaseException as error:
             ours = (Callback, keras.callbacks.History)
-            closing = [c for c in opened if isinstance(c, ours)]
+            closing = [
+                callback
+                for callback in self.callbacks
+                if id(callback) in opened and isinstance(callback, ours)
+            ]
             _add_notes(error, self._close(end, closing))
             raise
         else:
-            failures = self._close(end, opened)
+            failures = self._close(end, self.callbacks)
             if failures:
                 _add_notes(failures[0], failures[1:])
                 raise failures[0]
         finally:
             self.last_logs = outer_logs
 
+    def _openers_first(self) -> list[Any]:
+        """List the callbacks as they are opened, loggers before the others.
+
+        So what the others log as they are opened finds an open logger, as it
+        does until they are closed.
+        """
+        return sorted(
+            self.callbacks,
+            key=lambda callback: not getattr(callback, "is_logger", False),
+        )
+
     def _prepare_for(self, name: str) -> None:
         """Have the model current where a callback may look at it."""
         if self._make_current is not None and name in self._looked_at:
             self._make_current()
 
-    def _close(self, end: str, callbacks: list[Any]) -> list[Exception]:
+    def _close(self, end: str, callbacks: Iterable[Any]) -> list[Exception]:
         failures = []
         self._prepare_for(end)
         for callback in callbacks:

@@ -58,6 +58,7 @@ class Logger(Callback, abc.ABC):
 
     looks_at_model = False
     is_logger = True
+    needs_trainer = True
     has_state = True
 
     def __init__(self, every: Every | None = None):
@@ -82,6 +83,10 @@ class Logger(Callback, abc.ABC):
         self._names_before: frozenset[str] = frozenset()
         self._validated: frozenset[str] = frozenset()
         self._speed = _Speed()
+        # What is logged before it is settled at which update: that of a
+        # resume is known when its state comes, for the second time.
+        self._held: list[tuple[str, Any]] | None = None
+        self._awaits_state = False
 
     # What a subclass fills in.
 
@@ -132,7 +137,9 @@ class Logger(Callback, abc.ABC):
             TypeError: the value is of another kind.
         """
         check_media(name, value)
-        if self._is_open:
+        if self._is_open and self._held is not None:
+            self._held.append((name, value))
+        elif self._is_open:
             self._write_what_was_due()
             self.write_media(self.trainer.progress.updates, name, value)
         elif self.trainer is None or self.may_write:
@@ -149,18 +156,23 @@ class Logger(Callback, abc.ABC):
         self._since = self.trainer.progress
         self._speed = _Speed()
         self._is_open = self.may_write
+        self._held = []
         if self._is_open:
             self.open()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
         self._has_point_of_epoch = False
+        if not self._awaits_state:
+            self._write_what_was_held()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # After most updates nothing else is done: it is time that training
         # does not get.
         if not self._is_open:
             return
+        if self._held is not None:
+            self._write_what_was_held()
         if self._due is not None:
             self._write_what_was_due()
         self._unread.append(self.trainer.window_logs)
@@ -203,10 +215,11 @@ class Logger(Callback, abc.ABC):
     def on_train_end(self, logs: Any = None) -> None:
         if not self._is_open:
             return
-        self._is_open = False
+        self._is_open = self._awaits_state = False
         # What other callbacks have done at the end is no training.
         self._speed.stop()
         try:
+            self._write_what_was_held()
             self._write_point(self.trainer.progress)
         finally:
             self.close()
@@ -230,10 +243,18 @@ class Logger(Callback, abc.ABC):
         self._names_before = frozenset(state.get("names", ()))
         self._validated = frozenset(state.get("validated", ()))
         self._has_point_of_epoch = state.get("has_point_of_epoch", False)
+        self._awaits_state = not self._is_open
+        self._write_what_was_held()
 
     def _names_of_updates(self) -> frozenset[str]:
         """Name what the last update's logs held, even before a resume."""
         return frozenset(self._running) or self._names_before
+
+    def _write_what_was_held(self) -> None:
+        """Write what was logged before it was settled at which update."""
+        held, self._held = self._held, None
+        for name, value in held or ():
+            self.write_media(self.trainer.progress.updates, name, value)
 
     def _find_out_whether_due(self) -> None:
         progress = self.trainer.progress_at_most

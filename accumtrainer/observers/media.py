@@ -3,6 +3,7 @@
 They are plain values of NumPy arrays, which know no tool that shows them.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,12 @@ from typing import Any
 import numpy as np
 
 from accumtrainer.keras_api import keras
+
+LARGE_FLOATS = (
+    "pixels must be from 0 to 1 where they are floats. Received: values up to "
+    "{high:.4g}; they are clipped. Divide them by 255 if that is their range, "
+    "or cast them to uint8."
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,7 +26,8 @@ class Image:
     Args:
         pixels: array `[height, width]` or `[height, width, channels]` with 1,
             3 or 4 channels; whole numbers from 0 to 255, or floats from 0 to
-            1. It is copied to the host.
+            1, beyond which they are clipped: above 2 with a warning, as
+            these may well be from 0 to 255. It is copied to the host.
         caption: what to write below it.
 
     Raises:
@@ -37,14 +45,21 @@ class Image:
         pixels = to_host(self.pixels)
         if pixels.ndim == 2:
             pixels = pixels[..., None]
-        if pixels.ndim != 3 or pixels.shape[-1] not in (1, 3, 4):
+        is_picture = pixels.ndim == 3 and pixels.shape[-1] in (1, 3, 4)
+        if not is_picture or not pixels.size:
             raise ValueError(
                 "pixels must have the shape [height, width] or [height, "
                 "width, channels] with 1, 3 or 4 channels. Received: shape "
                 f"{list(pixels.shape)}. Log one image of a batch at a time."
             )
         if not np.issubdtype(pixels.dtype, np.integer):
-            known = np.nan_to_num(pixels.astype("float32"))
+            known = np.nan_to_num(pixels.astype("float32"), posinf=1.0)
+            if known.max() > 2:
+                warnings.warn(
+                    LARGE_FLOATS.format(high=known.max()),
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
             pixels = np.round(known.clip(0, 1) * 255)
         object.__setattr__(self, "pixels", pixels.clip(0, 255).astype("uint8"))
 
@@ -96,7 +111,8 @@ class Table:
     Args:
         columns: names of the columns.
         rows: one sequence per row, with a cell for each column: a number, a
-            string, a bool, `None`, a small array or an `Image`.
+            string, a bool, `None`, a small array or an `Image`; bytes are
+            taken for UTF-8.
 
     Raises:
         ValueError: a row has not as many cells as there are columns.
@@ -155,4 +171,6 @@ def _as_cell(cell: Any) -> Any:
     """Turn tensors and arrays into numbers and lists of them."""
     if cell is None or isinstance(cell, bool | int | float | str | Image):
         return cell
+    if isinstance(cell, bytes):  # text of tf.data
+        return cell.decode(errors="replace")
     return to_host(cell).tolist()

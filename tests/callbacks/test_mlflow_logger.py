@@ -110,6 +110,18 @@ def test_failure_is_one_warning_and_training_goes_on(tmp_path, monkeypatch):
     assert trainer.progress.updates == 6
 
 
+@pytest.mark.parametrize("name", ["a//b", "../a", "/a", "a" * 300, "top@5"])
+def test_name_that_mlflow_refuses_costs_no_other_number(tmp_path, name):
+    class Writes(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            logs[name] = 0.5
+
+    fit(Writes(), make_mlflow_logger(tmp_path))
+    _, (run,) = mlflow_runs(tmp_path)
+    assert updates_of(tmp_path, "loss") == [6]
+    assert 0.5 in run.data.metrics.values()
+
+
 def test_unknown_option_is_refused_by_name(tmp_path):
     with pytest.raises(TypeError, match="Received: runname"):
         fit(make_mlflow_logger(tmp_path, runname="first"))

@@ -280,6 +280,26 @@ def test_callback_is_closed_on_errors(name, error, trainer, tmp_path):
 
 
 @each(with_trainer=True)
+def test_callback_in_a_fit_without_a_trainer_is_refused(
+    name, trainer, tmp_path
+):
+    callback = SHIPPED[name].make(tmp_path)
+    model = keras.models.clone_model(trainer.model)
+    model.compile("sgd", "mse")
+    # Having served one before does not help.
+    for _ in range(2):
+        with pytest.raises(TypeError, match=f"{name} must be given to a Train"):
+            model.fit(
+                X,
+                Y,
+                verbose=0,
+                callbacks=[callbacks.GradientAccumulation(2), callback],
+            )
+        assert int(model.optimizer.iterations) == 0
+        train(trainer, callback)
+
+
+@each(with_trainer=True)
 def test_nothing_is_written_in_a_trial(name, trainer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train(trainer, SHIPPED[name].make(tmp_path), fast_dev_run=True)

@@ -139,6 +139,19 @@ def test_fit_of_another_trainer_is_another_run(trainer, tmp_path):
     assert first.run.run_id != second.run.run_id
 
 
+def test_another_trainer_that_is_further_is_another_run_too(trainer, tmp_path):
+    logger = make_logger(tmp_path)
+    further = make_trainer()
+    fit(further, epochs=8)
+    fit(make_trainer(), logger, validation_data=(X, Y))
+    fit(further, logger, validation_data=(X, Y + 100))
+    first, second = written_runs(tmp_path)
+    assert first.run.run_id != second.run.run_id
+    # It is worse than the first one's, and yet the best of its own.
+    best = second.summary["best_val_loss"]
+    assert best > first.summary["best_val_loss"]
+
+
 class Fail(Callback):
     """Raises after some updates."""
 
@@ -252,6 +265,40 @@ def test_run_that_was_handed_in_is_left_running(trainer, tmp_path):
     assert only.config["accumulation"]["steps"] == 2
 
 
+@pytest.mark.parametrize("options", [{}, {"project": "another"}])
+def test_run_that_was_active_is_joined_and_left_running(
+    trainer, tmp_path, options, monkeypatch
+):
+    # In a notebook, W&B would end it.
+    monkeypatch.setattr("wandb.sdk.lib.ipython.in_notebook", lambda: True)
+    run = wandb.init(mode="offline", dir=tmp_path, settings=QUIET)
+    logger = WandbLogger(**options)
+    fit(trainer, logger)
+    assert logger.run is run
+    run.log({"after": 1})
+    run.finish()
+    (only,) = written_runs(tmp_path)
+    assert positions(only.history, "loss")
+    assert only.history[-1]["after"] == 1
+
+
+def test_run_that_is_disabled_and_active_is_left_so(trainer, tmp_path):
+    with wandb.init(mode="disabled", dir=tmp_path) as run:
+        for _ in range(2):
+            logger = WandbLogger("another", dir=tmp_path)
+            fit(trainer, logger)
+            assert logger.run is run
+            assert wandb.run is run
+    assert not written_runs(tmp_path)
+
+
+def test_new_run_beside_an_active_one_can_be_had(trainer, tmp_path):
+    with wandb.init(mode="offline", dir=tmp_path / "theirs", settings=QUIET):
+        fit(trainer, make_logger(tmp_path / "ours", reinit="create_new"))
+    (ours,) = written_runs(tmp_path / "ours")
+    assert positions(ours.history, "loss")
+
+
 def test_checkpoints_are_sent_as_artifacts(tmp_path):
     class Waits(Callback):
         """Has every second update wait for the checkpoint of the one before."""
@@ -314,6 +361,11 @@ def test_what_wandb_refuses_is_refused_before_training(trainer, tmp_path):
         ({"watch_every": 5}, TypeError, "watch_every must be an Every"),
         ({"best": {"val_bleu": "up"}}, ValueError, "'min' or 'max'"),
         ({"every": 10}, TypeError, "every must be an Every"),
+        (
+            {"log_checkpoints": keras.callbacks.ModelCheckpoint("a.keras")},
+            TypeError,
+            "a callback with last_saved.*ModelCheckpoint",
+        ),
     ],
 )
 def test_wrong_options_are_refused(options, error, message):
@@ -365,6 +417,13 @@ def test_direction_of_a_metric_is_guessed_only_where_its_name_says_it():
         "best_val_accuracy": 0.5,
         "best_val_accuracy_updates": 3,
     }
+
+
+def test_best_is_neither_worse_nor_no_number():
+    logger = WandbLogger(run=Run())
+    for updates, value in ((1, np.nan), (2, 0.5), (3, 0.25), (4, np.inf)):
+        row = {"updates": updates, "val_accuracy": value}
+        assert bool(logger._best.update(row)) == (updates == 2)
 
 
 @pytest.mark.skipif(BACKEND == "tensorflow", reason="TensorFlow is the backend")

@@ -53,7 +53,9 @@ class Show(Callback):
         log("pictures/one", Image(PIXELS, caption="a < b"))
         log("spread", Histogram(self.trainer.last))
         log("words", Text("a < b\nand so on"))
-        log("rows", Table(["n", "what"], [[1, "one"], [np.float32(2), None]]))
+        log("gray", Image(PIXELS[..., :1]))
+        rows = [[1, "one"], [np.float32(2), None], [3, 0.5]]
+        log("rows", Table(["n", "what"], rows))
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +84,13 @@ def test_image_is_the_pixels_that_were_logged(shown):
     np.testing.assert_array_equal(pixels, np.round(PIXELS * 255))
 
 
+def test_image_of_one_channel_is_gray(shown):
+    ((_, image),) = media_of(shown, "gray")
+    with Picture.open(image["content"]) as picture:
+        assert picture.mode == "L"
+        assert picture.size == (1, 2)
+
+
 def test_histogram_is_of_what_a_hook_kept(shown):
     ((_, histogram),) = media_of(shown, "spread")
     assert histogram["_type"] == "histogram"
@@ -96,7 +105,7 @@ def test_text_is_shown_as_it_is(shown):
 def test_table_has_the_rows_that_were_logged(shown):
     ((_, table),) = media_of(shown, "rows")
     assert table["columns"] == ["n", "what"]
-    assert table["content"] == [[1, "one"], [2.0, None]]
+    assert table["content"] == [[1, "one"], [2.0, None], [3, 0.5]]
 
 
 def test_norms_are_those_of_weights_and_gradients(tmp_path):

@@ -5,6 +5,7 @@ import shlex
 import signal
 import sys
 
+import numpy as np
 import pytest
 from wandb_file import written_runs
 from wandb_runs import QUIET, fit, make_logger, make_trainer
@@ -39,8 +40,8 @@ def test_config_holds_what_was_fed_and_the_command_line(tmp_path):
 
 
 def test_options_come_back_from_the_config_of_a_run(tmp_path):
-    accumulation = Accumulation(steps={0: 2, 3: 4}, combine="mean")
-    scale = LossScale(initial=64, growth_interval=7)
+    accumulation = Accumulation(steps={0: np.int64(2), 3: 4}, combine="mean")
+    scale = LossScale(initial=64, growth_interval=np.int32(7))
     trainer = make_trainer(accumulation=accumulation, loss_scale=scale)
     fit(trainer, make_logger(tmp_path))
     (run,) = written_runs(tmp_path)

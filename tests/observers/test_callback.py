@@ -75,6 +75,19 @@ def test_nested_callbacks_are_called_in_the_order_given():
     assert make_dispatcher([bundle, c]).callbacks == (a, b, c)
 
 
+def test_loggers_are_opened_before_the_others_and_called_and_closed_after():
+    record = []
+    logger, other = Recorder("logger", record), Recorder("other", record)
+    logger.is_logger = True
+    with make_dispatcher([logger, other]).training() as dispatcher:
+        dispatcher.call("on_epoch_begin", 0, {})
+    assert [name for name, _ in record] == [
+        *("logger", "other"),
+        *("other", "logger"),
+        *("other", "logger"),
+    ]
+
+
 def test_class_instead_of_object_is_refused():
     with pytest.raises(TypeError, match=r"the class EarlyStopping.*Early.*\("):
         make_dispatcher([keras.callbacks.EarlyStopping])

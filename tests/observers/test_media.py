@@ -5,7 +5,7 @@ import pytest
 from pointed import Points, X, Y, fit, make_trainer
 
 from accumtrainer import Callback, Every, Histogram, Image, Table, Text
-from accumtrainer.callbacks import Predictions
+from accumtrainer.callbacks import Checkpoint, Predictions
 from accumtrainer.keras_api import keras
 
 pytestmark = pytest.mark.usefixtures("without_xla")
@@ -70,6 +70,7 @@ def test_media_outside_of_a_training_are_refused():
     [
         (lambda: Image(np.zeros([2, 2, 2])), ValueError, r"shape \[2, 2, 2\]"),
         (lambda: Image(np.zeros([2])), ValueError, r"shape \[2\]"),
+        (lambda: Image(np.zeros([0, 2])), ValueError, r"shape \[0, 2, 1\]"),
         (lambda: Text(3), TypeError, "text=3"),
         (lambda: Table(["a"], [[1], [1, 2]]), ValueError, r"rows\[1\] with 2"),
         (lambda: fit(Log(3), Shows()), TypeError, "'x' of type int"),
@@ -78,6 +79,7 @@ def test_media_outside_of_a_training_are_refused():
             TypeError,
             "name must be a str. Received: name=3",
         ),
+        (lambda: Shows().log_media("", Text("")), TypeError, "name=''"),
         (lambda: Predictions(X, every=3), TypeError, "every=3"),
         (lambda: Predictions(X, most=0), ValueError, "most=0"),
         (lambda: Predictions(X, to_row=3), TypeError, "to_row=3"),
@@ -92,8 +94,68 @@ def test_tensors_are_copied_to_the_host():
     ones = keras.ops.ones([2, 2])
     assert Image(ones).pixels.tolist() == [[[255], [255]]] * 2
     assert Image(np.array([[300, -1]])).pixels.tolist() == [[[255], [0]]]
+    holes = [[np.nan, np.inf], [-np.inf, 0.5]]
+    assert Image(np.array(holes)).pixels[1].tolist() == [[0], [128]]
+    assert Histogram(holes).values.tolist() == [0.5]
     assert Histogram(ones).values.tolist() == [1.0] * 4
     assert Table(["a"], [[ones]]).rows == [[[[1.0, 1.0], [1.0, 1.0]]]]
+
+
+def test_bytes_in_a_table_are_text():
+    table = Table(["word"], [["ü".encode()], [b"\xff"]])
+    assert table.rows == [["ü"], ["\ufffd"]]
+
+
+def test_floats_far_above_one_are_clipped_with_a_warning():
+    with pytest.warns(RuntimeWarning, match="up to 255; .*Divide") as caught:
+        assert Image(np.array([[0.5, 255.0]])).pixels.max() == 255
+    assert caught[0].filename == __file__
+    assert Image(np.array([[1.5]])).pixels.max() == 255
+
+
+class LogsEarly(Callback):
+    """Logs as training and epochs begin."""
+
+    def on_train_begin(self, logs=None):
+        self.trainer.log_media("x", Text("training"))
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.trainer.log_media("x", Text("epoch"))
+
+
+def test_media_logged_as_training_begins_stand_where_it_begins():
+    logger, trainer = Shows(), make_trainer()
+    for _ in range(2):
+        fit(LogsEarly(), logger, trainer=trainer)
+    assert [(u, value.text) for u, value in logger.shown] == [
+        (0, "training"),
+        (0, "epoch"),
+        (6, "training"),
+        (6, "epoch"),
+    ]
+
+
+@pytest.mark.parametrize("saved_at", [4, 6, 12])
+def test_media_logged_as_a_resume_begins_stand_where_it_goes_on(
+    saved_at, tmp_path
+):
+    checkpoint = Checkpoint(tmp_path, every=Every(100, "updates"))
+    fit(checkpoint, Shows(), epochs=2, max_updates=saved_at)
+    logger = Shows()
+    fit(LogsEarly(), logger, checkpoint, epochs=2, resume_from="auto")
+    begun = [u for u, value in logger.shown if value.text == "training"]
+    assert begun == [saved_at]
+    epochs = [u for u, value in logger.shown if value.text == "epoch"]
+    assert epochs == {4: [4, 6], 6: [6, 6], 12: [12]}[saved_at]
+
+
+def test_media_are_held_no_longer_than_to_the_first_update():
+    logger = Shows()
+    logger.set_state(Shows().get_state())  # of a resume that was refused
+    fit(LogsEarly(), Log(Text("update")), logger)
+    assert [u for u, value in logger.shown if value.text == "update"] == [
+        *range(1, 7)
+    ]
 
 
 def test_predicting_changes_nothing_of_the_training():

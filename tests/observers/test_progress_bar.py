@@ -55,6 +55,7 @@ def test_names_are_written_as_they_are():
 def test_what_loggers_are_for_is_not_shown():
     session = Session(2)
     logs = {"loss": 0.5, "gradient_norm": 1.0, "updates": 4, "applied": True}
+    logs |= {"skipped_updates": 1, "loss_scale": 2.0, "has_begun": True}
     with session.dispatcher.training():
         session.run_epoch(0, logs)
     assert session.output.endswith("4.0 s · loss 0.5\n")
@@ -162,6 +163,25 @@ def test_live_line_stays_one_line_on_a_narrow_terminal():
     assert len(frame) <= 40
 
 
+def test_last_line_on_a_narrow_terminal_is_whole():
+    session = Session(1, is_terminal=True, width=40)
+    with session.dispatcher.training():
+        session.run_epoch(0, {"loss": 0.5, "val_accuracy": 0.875})
+    assert session.output.endswith("loss 0.5 · val_accuracy 0.875\n")
+
+
+def test_narrow_ascii_terminal_gets_ascii():
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    console = Console(file=file, width=20, force_terminal=True)
+    bar = ProgressBar(1, console=console, clock=Clock())
+    bar.set_params({"epochs": 1, "steps": 1000})
+    bar.on_train_begin()
+    bar.on_epoch_begin(0)
+    bar.on_epoch_end(0, {"loss": 0.5})
+    file.seek(0)
+    assert "loss 0.5" in file.read()
+
+
 def test_unknown_number_of_updates_has_neither_total_nor_eta():
     session = Session(1, is_terminal=True, steps=None)
     with session.dispatcher.training():
@@ -180,6 +200,8 @@ def test_more_updates_than_promised_are_shown():
     with session.dispatcher.training():
         session.run_epoch(0, {"loss": 0.5})
     assert "4/2 updates" in session.frames[-1]
+    assert "ETA 0.0 s" in session.output
+    assert "ETA -" not in session.output
 
 
 # --- Validation ---

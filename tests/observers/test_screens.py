@@ -46,6 +46,17 @@ def test_log_of_short_epochs_has_a_line_for_each():
     assert session.output.count("\n") == 100
 
 
+def test_log_of_a_second_training_begins_with_short_silences_again():
+    session, counts = Session("auto", steps=200), []
+    for _ in range(2):
+        before = session.output.count("\n")
+        with session.dispatcher.training():
+            session.call("on_epoch_begin", 0)
+            session.run_updates(*range(200))
+        counts.append(session.output.count("\n") - before)
+    assert counts[0] == counts[1]
+
+
 def test_log_of_a_training_of_days_goes_on():
     session = Session("auto", steps=3000)
     with session.dispatcher.training():
