@@ -396,10 +396,9 @@ def test_plan_tells_what_was_predicted_and_what_was_measured():
         measured_peak_bytes=3 * 2**28,
         measured_of="device",
     )
-    compiler = "torch.compile" if BACKEND == "torch" else "XLA"
-    assert str(plan) == (
-        f"fused, {compiler}, 8 samples at a time, 512.00 MiB of 2.00 GiB "
-        "predicted, 768.00 MiB measured (device)"
+    assert str(plan).endswith(
+        ", 8 samples at a time, 512.00 MiB of 2.00 GiB predicted, "
+        "768.00 MiB measured (device)"
     )
 
 

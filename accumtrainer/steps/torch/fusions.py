@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from accumtrainer.steps.torch.marks import MARK
-from accumtrainer.steps.torch.shapes import is_view
+from accumtrainer.steps.torch.shapes import is_view, name_of
 
 aten = torch.ops.aten
 
@@ -169,8 +169,7 @@ def _changes_between(source: fx.Node, node: fx.Node) -> bool:
     changed: set[fx.Node] = set()
     between = source.next
     while between is not node:
-        schema = getattr(between.target, "_schema", None)
-        if schema is not None and schema.is_mutable:
+        if name_of(between.target).endswith("_"):
             fx.node.map_arg(between.args[0], changed.add)
         between = between.next
     return bool(_memory_of(changed) & _memory_of(source.all_input_nodes))

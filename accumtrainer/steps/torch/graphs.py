@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from accumtrainer.keras_api.types import Tensor
 from accumtrainer.steps.torch.fusions import fuse
 from accumtrainer.steps.torch.marks import IF, MARK
-from accumtrainer.steps.torch.shapes import is_view, simplify
+from accumtrainer.steps.torch.shapes import is_view, name_of, simplify
 from accumtrainer.steps.torch.source import compiled, emitted
 
 aten = torch.ops.aten
@@ -241,14 +241,8 @@ def _is_zero(module: fx.GraphModule, node: fx.Node) -> bool:
     return node.target in {aten.zeros.default, aten.zeros_like.default}
 
 
-def _name_of(target: Any) -> str:
-    """Name an operation without its overload; `""` for other functions."""
-    is_operation = hasattr(target, "overloadpacket")
-    return target.name().split("::")[1].split(".")[0] if is_operation else ""
-
-
 def _changes_first(target: Any) -> bool:
-    name = _name_of(target)
+    name = name_of(target)
     return name.endswith("_") and not name.startswith("_foreach")
 
 
@@ -258,7 +252,7 @@ def _changed(graph: fx.Graph) -> set[fx.Node]:
     for node in reversed(graph.nodes):
         if node in changed and is_view(node):
             changed.update(node.all_input_nodes)
-        elif _name_of(node.target).endswith("_"):
+        elif name_of(node.target).endswith("_"):
             fx.node.map_arg(node.args[0], changed.add)
     return changed
 

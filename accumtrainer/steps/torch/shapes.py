@@ -303,6 +303,12 @@ def _is_foretold(node: fx.Node) -> bool:
     return bool(tensors) and all(hasattr(t, "fake_mode") for t in tensors)
 
 
+def name_of(target: Any) -> str:
+    """Name an operation without its overload; `""` for other functions."""
+    is_operation = hasattr(target, "overloadpacket")
+    return target.name().split("::")[1].split(".")[0] if is_operation else ""
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether a value may be in the memory of what it is made of."""
     # What is no operation may be anything, an element of a list of views too.
