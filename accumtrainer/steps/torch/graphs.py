@@ -17,7 +17,7 @@ from accumtrainer.keras_api.types import Tensor
 from accumtrainer.steps.torch.fusions import fuse
 from accumtrainer.steps.torch.marks import IF, MARK
 from accumtrainer.steps.torch.shapes import is_view, name_of, simplify
-from accumtrainer.steps.torch.source import compiled, emitted
+from accumtrainer.steps.torch.source import Row, compiled, emitted
 
 aten = torch.ops.aten
 
@@ -105,8 +105,8 @@ class _Run:
         """Make the function, once it is known what is read later."""
         self._forgets = [n for n in self.reads if n not in later]
         makes = self._makes = [n for n in self._makes if n in later]
-        rows = self._module, self._nodes, self.reads, makes
-        self._function = compiled(*rows) if compiles else emitted(*rows)
+        row = Row(self._module, self._nodes, self.reads, makes)
+        self._function = compiled(row) if compiles else emitted(row)
 
     def run(self, values: dict[fx.Node, Tensor]) -> None:
         """Run, and change what is known."""

@@ -4,6 +4,7 @@ import operator
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,13 +21,9 @@ COMPILER = "inductor"
 Function = Callable[..., Sequence[Tensor]]
 
 
-def compiled(
-    module: fx.GraphModule,
-    nodes: Sequence[fx.Node],
-    reads: Sequence[fx.Node],
-    makes: Sequence[fx.Node],
-) -> Function:
-    """Have `torch.compile` make a function of operations in a row.
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Operations in a row, of which a function is made.
 
     Args:
         module: has the constants.
@@ -34,21 +31,30 @@ def compiled(
         reads: what the function takes.
         makes: what it returns.
     """
+
+    module: fx.GraphModule
+    nodes: Sequence[fx.Node]
+    reads: Sequence[fx.Node]
+    makes: Sequence[fx.Node]
+
+
+def compiled(row: Row) -> Function:
+    """Have `torch.compile` make a function of operations in a row."""
     graph = fx.Graph()
-    copies = {n: graph.placeholder(n.name) for n in reads}
-    for node in nodes:
+    copies = {n: graph.placeholder(n.name) for n in row.reads}
+    for node in row.nodes:
         for constant in node.all_input_nodes:
             if constant.op == "get_attr" and constant not in copies:
                 copies[constant] = graph.node_copy(constant)
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output([copies[n] for n in makes])
+    graph.output([copies[n] for n in row.makes])
     with warnings.catch_warnings():
         # PyTorch imports what it warns of itself.
         warnings.simplefilter("ignore", DeprecationWarning)
         function = torch.compile(
-            fx.GraphModule(module, graph), dynamic=False, backend=COMPILER
+            fx.GraphModule(row.module, graph), dynamic=False, backend=COMPILER
         )
-    return _Compiled(function, lambda: emitted(module, nodes, reads, makes))
+    return _Compiled(function, lambda: emitted(row))
 
 
 class _Compiled:
@@ -81,39 +87,30 @@ class _Compiled:
         return result
 
 
-def emitted(
-    module: fx.GraphModule,
-    nodes: Sequence[fx.Node],
-    reads: Sequence[fx.Node],
-    makes: Sequence[fx.Node],
-) -> Function:
+def emitted(row: Row) -> Function:
     """Write a function of operations in a row, one line for each.
 
     That of `GraphModule` does the same, and takes longer to find what it
     calls and its constants. Operations that are alike and follow each other,
     one for every variable, become one of a list.
-
-    Args:
-        module: has the constants.
-        nodes: the operations.
-        reads: what the function takes.
-        makes: what it returns.
     """
-    writer = _Writer(module)
-    lines = [f"def run({', '.join(map(writer.name, reads))}):"]
+    writer = _Writer(row.module)
+    lines = [f"def run({', '.join(map(writer.name, row.reads))}):"]
     last = {
-        n: row for row, node in enumerate(nodes) for n in node.all_input_nodes
+        n: place
+        for place, node in enumerate(row.nodes)
+        for n in node.all_input_nodes
     }
-    kept, row = {*makes}, 0
-    for group in _groups(nodes):
+    kept, place = {*row.makes}, 0
+    for group in _groups(row.nodes):
         lines.append(f"    {writer.line(group)}")
-        row += len(group)
+        place += len(group)
         done = dict.fromkeys(n for node in group for n in node.all_input_nodes)
         for node in [*done, *group]:
             is_value = node.op != "get_attr" and node not in kept
-            if is_value and last.get(node, -1) < row:
+            if is_value and last.get(node, -1) < place:
                 lines.append(f"    {writer.name(node)} = None")
-    lines.append(f"    return [{', '.join(map(writer.name, makes))}]")
+    lines.append(f"    return [{', '.join(map(writer.name, row.makes))}]")
     exec("\n".join(lines), writer.names)
     return writer.names["run"]
 
