@@ -80,6 +80,7 @@ def test_config_holds_every_option_and_what_the_user_set(written):
     assert config["answer"] == 42 and config["backend"] == "mine"
     assert config["accumulation"]["steps"] == 2
     assert config["loss_scale"] is None
+    assert config["every"] == str(Every(4, "updates"))
     assert config["optimizer"]["class_name"] == "SGD"
     assert config["optimizer"]["clipnorm"] == 0.5
     assert config["schedule"]["class_name"] == "CosineDecay"
@@ -162,6 +163,20 @@ class Fail(Callback):
     def on_apply(self, update, logs=None):
         if update == self.updates:
             raise RuntimeError("power failure")
+
+
+def test_best_is_what_it_was_before_a_resume(tmp_path):
+    logger = make_logger(tmp_path)
+
+    class Restore(Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            better = {"best": {"val_loss": -1.0}}
+            logger.set_state(logger.get_state() | better)
+
+    fit(make_trainer(), logger, Restore(), validation_data=(X, Y))
+    (run,) = written_runs(tmp_path)
+    assert "best_val_mae" in run.summary
+    assert "best_val_loss" not in run.summary
 
 
 def test_resume_continues_the_run_and_sends_no_point_twice(tmp_path):
