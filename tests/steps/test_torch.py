@@ -11,11 +11,11 @@ if BACKEND != "torch":
     pytest.skip("is about PyTorch", allow_module_level=True)
 
 import torch
+from recorded import note_graphs
 
 from accumtrainer.keras_api import torch_draws
 from accumtrainer.steps.torch import source
 from accumtrainer.steps.torch.backend import TorchBackend
-from accumtrainer.steps.torch.graphs import Graph
 
 layers = keras.layers
 X = np.random.default_rng(0).normal(size=(24, 5)).astype("float32")
@@ -68,15 +68,7 @@ def assert_close(trainer, other):
 @pytest.fixture
 def recorded(monkeypatch):
     """List the programs that are recorded."""
-    programs = []
-    init = Graph.__init__
-
-    def note(graph, *arguments, **options):
-        init(graph, *arguments, **options)
-        programs.append(graph)
-
-    monkeypatch.setattr(Graph, "__init__", note)
-    return programs
+    return note_graphs(monkeypatch)
 
 
 # Recorded programs compute what the operations do, but for the last digits.

@@ -13,8 +13,7 @@ if BACKEND != "torch":
     pytest.skip("is about PyTorch", allow_module_level=True)
 
 import torch
-
-from accumtrainer.steps.torch.graphs import Graph
+from recorded import note_graphs
 
 layers = keras.layers
 X = np.random.default_rng(0).normal(size=(24, 5)).astype("float32")
@@ -202,14 +201,7 @@ def test_modules_compute_where_perturb_has_moved_their_weights(size):
 
 
 def test_modules_without_buffers_are_recorded(monkeypatch):
-    recorded = []
-    init = Graph.__init__
-
-    def note(graph, *arguments, **further):
-        init(graph, *arguments, **further)
-        recorded.append(graph)
-
-    monkeypatch.setattr(Graph, "__init__", note)
+    recorded = note_graphs(monkeypatch)
     model, module = make_model(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
     fit(make_trainer(model))
     assert len(recorded) == 2  # a micro-batch, and the end of a window

@@ -31,3 +31,16 @@ def make(*shape):
     """Make a tensor of random numbers."""
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(*shape, generator=generator)
+
+
+def note_graphs(monkeypatch):
+    """Return a list that gets every graph that is recorded from here on."""
+    recorded = []
+    init = graphs.Graph.__init__
+
+    def note(graph, *arguments, **options):
+        init(graph, *arguments, **options)
+        recorded.append(graph)
+
+    monkeypatch.setattr(graphs.Graph, "__init__", note)
+    return recorded
