@@ -454,7 +454,15 @@ class Trainer(Answers):
         engine = self._engine
         engine.follow_model()
         window = self._cut(
-            OnePiece(x, y, sample_weight, class_weight, self._preprocessing)
+            OnePiece(
+                x,
+                y,
+                sample_weight,
+                class_weight,
+                self._preprocessing,
+                seed=self.seed,
+                pieces_before=self.progress_at_most.updates,
+            )
         )
         engine.prepare(window)
         engine.start_epoch(self.progress_at_most.epochs)

@@ -35,7 +35,9 @@ from accumtrainer.keras_api.types import Nest
 
 
 class ArraySource(Source):
-    """Loader batches cut from arrays in memory; items are row indices.
+    """Loader batches cut from arrays in memory.
+
+    Items are row indices, or `Batch`es where something makes them of the rows.
 
     A last short batch is kept. With `steps` every epoch has that many batches,
     and the next one goes on where it stopped; where the data end, so does the
@@ -79,8 +81,13 @@ class ArraySource(Source):
         self.batches_per_epoch = min(steps or self._batches, self._batches)
         self.samples_per_epoch = None if steps else samples
 
-    def iterate(self, epoch: int, start: int = 0) -> Iterator[np.ndarray]:
-        """Yield the row indices of every loader batch, shape `[<= b]`."""
+    def iterate(
+        self, epoch: int, start: int = 0
+    ) -> Iterator[np.ndarray | Batch]:
+        """Yield the row indices of every loader batch, shape `[<= b]`.
+
+        Where there is a preprocessing, yield what it has made of the rows.
+        """
         steps = self._options.steps
         round_index, first, stop = part_of_round(
             epoch, steps, self._batches, start, self._epochs_before
@@ -88,7 +95,13 @@ class ArraySource(Source):
         order = self._order(round_index)
         for batch in range(first, stop):
             row = batch * self.batch_size
-            yield order[row : row + self.batch_size]
+            rows = order[row : row + self.batch_size]
+            if self._preprocessing is None:
+                yield rows
+            else:
+                place = (self._options.seed, round_index, batch)
+                made = self._preprocessing(self._gather(rows), *place)
+                yield self._weighed(made)
         warn_of_the_end(start + stop - first, steps)
 
     def get_state(self) -> dict[str, Any]:
@@ -126,13 +139,11 @@ class ArraySource(Source):
         position.batches = batches
 
     def window(
-        self, items: Sequence[np.ndarray], micro_batch_size: int | None
+        self, items: Sequence[Any], micro_batch_size: int | None
     ) -> Window:
         """Gather all rows of a window at once."""
         if self._preprocessing is not None:
-            made = [self._preprocessing(self._gather(item)) for item in items]
-            batches = list(map(self._weighed, made))
-            return window_of_batches(batches, micro_batch_size)
+            return window_of_batches(items, micro_batch_size)
         sizes = tuple(len(item) for item in items)
         if micro_batch_size is not None:
             (size,) = sizes

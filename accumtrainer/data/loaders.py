@@ -10,17 +10,11 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from accumtrainer import errors
-from accumtrainer.data.batches import (
-    Batch,
-    Window,
-    name_of,
-    named_arrays,
-    window_of_batches,
-)
+from accumtrainer.data.batch_reader import BatchReader
+from accumtrainer.data.batches import Batch, Window, window_of_batches
 from accumtrainer.data.closing import begin
 from accumtrainer.data.position import Position, fingerprint
 from accumtrainer.data.preprocessing import Preprocessing
-from accumtrainer.data.reading import unpack, weigh_classes
 from accumtrainer.data.source import (
     Source,
     SourceOptions,
@@ -89,9 +83,8 @@ class PyDatasetSource(Source):
             )
         self._dataset = dataset
         self._options = options
-        self._reader = _Reader(options.class_weight, preprocessing)
+        self._reader = BatchReader(options, preprocessing)
         self._steps = steps
-        self._epochs_before = options.epochs_before
         self._epochs_begun = 0
         self.is_endless = steps is None and batches is None
         self.batches_per_epoch = _least(steps, batches)
@@ -113,7 +106,7 @@ class PyDatasetSource(Source):
         return {
             "batches": self.batches_per_epoch,
             "shuffle": self._options.shuffle,
-            "epochs_before": self._epochs_before,
+            "epochs_before": self._reader.epochs_before,
             "has_steps": self._steps is not None,
             "epochs_begun": self._epochs_begun,
         }
@@ -128,7 +121,7 @@ class PyDatasetSource(Source):
         about.
         """
         del fast_forward
-        self._epochs_before = state.get("epochs_before", 0)
+        self._reader.epochs_before = state.get("epochs_before", 0)
         now = self.get_state()
         if position.is_amid_epoch:
             require_same(["batches", "shuffle"], position, state, now)
@@ -140,8 +133,9 @@ class PyDatasetSource(Source):
         if not position.is_amid_epoch:
             return
         self._begin_epoch()
-        index = next(self._indices(position.epoch, position.batches - 1))
-        item = self._reader.batch_of(self._dataset[index])
+        last = (position.epoch, position.batches - 1)
+        index = next(self._indices(*last))
+        item = self._reader.batch_of(self._dataset[index], *last)
         if position.last not in (None, fingerprint(item)):
             warnings.warn(errors.BATCH_HAS_CHANGED, stacklevel=2)
 
@@ -165,7 +159,7 @@ class PyDatasetSource(Source):
         if batches == 0:
             return
         round_index, first, stop = part_of_round(
-            epoch, self._steps, batches, start, self._epochs_before
+            epoch, self._steps, batches, start, self._reader.epochs_before
         )
         order = np.arange(batches)
         if self._options.shuffle:
@@ -247,11 +241,12 @@ class IterableSource(Source):
                 f"{type(iterable).__name__} of length 0. Check how it was made."
             )
         self._iterable = iterable
-        self._reader = _Reader(options.class_weight, preprocessing)
+        self._reader = BatchReader(options, preprocessing)
         self._steps = steps
         self.is_endless = steps is None and _is_endless(iterable)
         self._iterator: Iterator[Any] | None = None
         self._taken = self._times_begun = 0
+        self._last = (0, 0)  # epoch and index of the batch taken last
         self.is_one_shot = isinstance(iterable, Iterator)
         self.batches_per_epoch = _least(steps, length)
 
@@ -262,6 +257,7 @@ class IterableSource(Source):
         items = self._round(epoch) if not start else self._begin(is_new=False)
         for item in islice(items, remaining):
             batch = self._reader.read(item, epoch, made)
+            self._last = (epoch, made)
             made += 1
             self._taken += 1
             yield batch
@@ -271,7 +267,12 @@ class IterableSource(Source):
 
     def get_state(self) -> dict[str, Any]:
         """Return how much was taken, and what the iterator says of itself."""
-        state = {"taken": self._taken, "times_begun": self._times_begun}
+        state: dict[str, Any] = {
+            "taken": self._taken,
+            "times_begun": self._times_begun,
+            "last": list(self._last),
+            "epochs_before": self._reader.epochs_before,
+        }
         if isinstance(self._iterator, KnowsItsPlace):
             state["iterator"] = self._iterator.get_state()
         return state
@@ -285,6 +286,10 @@ class IterableSource(Source):
         batches seen on the way show whether that leads to the same place.
         """
         self._taken = state["taken"]
+        self._reader.epochs_before = state.get("epochs_before", 0)
+        # Older checkpoints tell no place of the batch taken last.
+        epoch, index = state.get("last", (position.epoch, position.batches - 1))
+        self._last = (epoch, index)
         # Older checkpoints tell of runs that began every epoch so far.
         epochs = position.epoch + position.is_amid_epoch
         times_begun = state.get("times_begun", epochs)
@@ -303,7 +308,7 @@ class IterableSource(Source):
             )
         if self.is_one_shot or self._steps is not None:
             item = self._run_through(self._taken)
-            self._check_same(item, position.last or None, position)
+            self._check_same(item, position.last or None, position, self._last)
             return
         for _ in range(times_begun - position.is_amid_epoch):
             items = self._begin(is_new=True)
@@ -312,11 +317,11 @@ class IterableSource(Source):
                 _last(items)
         if position.is_amid_epoch:
             items = self._begin(is_new=True)
-            self._check_same(
-                _last(islice(items, position.batches)), position.last, position
-            )
+            item = _last(islice(items, position.batches))
+            self._check_same(item, position.last, position, self._last)
         else:
-            self._check_same(first, position.first, position)
+            place = (position.epoch - 1, 0)
+            self._check_same(first, position.first, position, place)
 
     def _run_through(self, count: int) -> Any:
         """Take so many items, round after round; return the last, or `None`."""
@@ -331,13 +336,17 @@ class IterableSource(Source):
         return last
 
     def _check_same(
-        self, item: Any, expected: str | None, position: Position
+        self,
+        item: Any,
+        expected: str | None,
+        position: Position,
+        place: tuple[int, int],
     ) -> None:
         """Refuse data that come in another order than when they were saved."""
         if expected is None:
             return
         if item is not None:
-            item = fingerprint(self._reader.batch_of(item))
+            item = fingerprint(self._reader.batch_of(item, *place))
         if item != expected:
             raise errors.DataError(
                 errors.OTHER_ORDER.format(
@@ -399,81 +408,3 @@ def _is_endless(iterable: Any) -> bool:
         return len(iterable) >= ENDLESS
     except TypeError as error:
         return "infinite" in str(error)  # so tf.data tells it from unknown
-
-
-class _Reader:
-    """Reads loader items, all of which must be built alike.
-
-    Args:
-        class_weight: by class, which then weighs the samples.
-        preprocessing: what makes of them what the model takes, if anything.
-    """
-
-    def __init__(
-        self,
-        class_weight: dict[int, float] | None,
-        preprocessing: Preprocessing | None,
-    ):
-        self._class_weight = class_weight
-        self._unpack = preprocessing or unpack
-        self._axes: dict[tuple, int] | None = None
-
-    def batch_of(self, item: Any) -> Batch:
-        """Read an item as a `Batch`, of arrays that stay as they are."""
-        return self._weigh(self._unpack(item))
-
-    def _weigh(self, batch: Batch) -> Batch:
-        if self._class_weight is None:
-            return batch
-        return weigh_classes(batch, self._class_weight)
-
-    def read(self, item: Any, epoch: int, index: int) -> Batch:
-        """Read an item as `batch_of` does, and check it.
-
-        Args:
-            item: what the loader yielded.
-            epoch: index of the epoch, for the message.
-            index: index of the batch in the epoch, for the message.
-
-        Raises:
-            DataError: it has no samples, not as many in every array, or
-                other parts than the first item.
-        """
-        batch = self._unpack(item)
-        arrays = {
-            (field, path): array
-            for field, part in zip(Batch._fields, batch, strict=True)
-            for path, array in named_arrays(part)
-        }
-        axes = {key: array.ndim for key, array in arrays.items()}
-        self._axes = self._axes or axes
-        if axes != self._axes:
-            raise errors.DataError(
-                errors.OTHER_PARTS.format(
-                    received=_difference(self._axes, axes),
-                    batch=index,
-                    epoch=epoch,
-                )
-            )
-        lengths = {len(array) for array in arrays.values()}
-        if len(lengths) != 1 or lengths == {0}:
-            received = ", ".join(
-                f"{len(array)} samples in {name_of(*key)}"
-                for key, array in arrays.items()
-            )
-            raise errors.DataError(
-                errors.UNUSABLE_BATCH.format(
-                    received=received or "no array", batch=index, epoch=epoch
-                )
-            )
-        return self._weigh(batch)
-
-
-def _difference(before: dict[tuple, int], now: dict[tuple, int]) -> str:
-    """Say how arrays, by key the number of their axes, differ."""
-    key = next(k for k in [*now, *before] if before.get(k) != now.get(k))
-    had, has = (
-        f"{axes[key]} axes" if key in axes else "nothing"
-        for axes in (before, now)
-    )
-    return f"{has} in {name_of(*key)}, where the first batch had {had}"

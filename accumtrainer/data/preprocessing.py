@@ -5,7 +5,9 @@ the targets and the weights of samples come of x. Whoever trains such a model
 gives raw data, as to its own `fit`.
 """
 
-from collections.abc import Callable
+import contextlib
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,9 @@ class Preprocessing:
     """Makes what a model takes of raw loader batches.
 
     It looks at every sample by itself, so that a loader batch may be cut into
-    micro-batches afterwards.
+    micro-batches afterwards. What it draws at random, as which tokens of a
+    masked language model are masked, depends on a batch's place alone, so that
+    a run that is resumed draws what it would have drawn.
 
     Args:
         function: of raw x, y and sample weights; returns a tuple of what has
@@ -31,14 +35,16 @@ class Preprocessing:
     def __init__(self, function: Callable[..., Any]):
         self._function = function
 
-    def __call__(self, item: Any) -> Batch:
+    def __call__(self, item: Any, *place: int) -> Batch:
         """Make a `Batch` of NumPy arrays of raw parts, as `unpack` does.
 
         Args:
             item: a `Batch`, a tuple of up to three parts, or x alone.
+            *place: whole numbers of at least 0 that no other batch has.
         """
         parts = item if isinstance(item, tuple) else (item,)
-        made = self._function(*map(_as_lists, parts))
+        with _drawing_by(place):
+            made = self._function(*map(_as_lists, parts))
         return unpack(made if isinstance(made, tuple) else (made,))
 
 
@@ -52,6 +58,20 @@ def preprocessing_of(model: Model) -> Preprocessing | None:
     if function is None or getattr(model, "preprocessor", ...) is None:
         return None
     return Preprocessing(function)
+
+
+@contextlib.contextmanager
+def _drawing_by(numbers: tuple[int, ...]) -> Iterator[None]:
+    """Seed what Python and NumPy draw from unless told, and put it back."""
+    before, numpy_before = random.getstate(), np.random.get_state()
+    seeds = np.random.SeedSequence(numbers).generate_state(2).tolist()
+    random.seed(seeds[0])
+    np.random.seed(seeds[1])
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(numpy_before)
 
 
 def as_columns(nest: Any, name: str) -> Any:

@@ -297,6 +297,8 @@ class OnePiece:
         sample_weight: weights of the samples.
         class_weight: by class.
         preprocessing: see `recognize`.
+        seed: of what the preprocessing draws.
+        pieces_before: how many pieces have drawn by this seed before.
     """
 
     def __init__(
@@ -306,6 +308,9 @@ class OnePiece:
         sample_weight: Any = None,
         class_weight: dict[int, float] | None = None,
         preprocessing: Preprocessing | None = None,
+        *,
+        seed: int = 0,
+        pieces_before: int = 0,
     ):
         self._source = make_source(
             x,
@@ -315,13 +320,15 @@ class OnePiece:
             batch_size=np.iinfo(np.int32).max,
             shuffle=False,
             class_weight=class_weight,
+            seed=seed,
+            epochs_before=pieces_before,
         )
         (self._item,) = self._source.iterate(0)
 
     @property
     def samples(self) -> int:
         """How many samples there are."""
-        return len(self._item)
+        return self._source.samples_per_epoch or 0
 
     def window(self, micro_batch_size: int | None = None) -> Window:
         """Cut it into micro-batches of a size, or into a single one."""

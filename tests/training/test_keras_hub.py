@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from accumtrainer import Accumulation, Trainer
-from accumtrainer.callbacks import GradientAccumulation
+from accumtrainer.callbacks import Checkpoint, GradientAccumulation
 from accumtrainer.keras_api import BACKEND, keras
 
 REASON = "needs keras-hub (the extra `keras-hub`), and what it reads text with"
@@ -69,6 +69,13 @@ def mask_all(tokenizer, **options):
         random_token_rate=0.0,
         mask_selection_length=8,
         **options,
+    )
+
+
+def mask_some(tokenizer, **options):
+    """Mask words by chance, as KerasHub does unless told."""
+    return models.BertMaskedLMPreprocessor(
+        tokenizer, mask_selection_rate=0.5, mask_selection_length=8, **options
     )
 
 
@@ -231,6 +238,39 @@ def test_equivalence_is_checked_on_raw_data():
     trainer = Trainer(
         compiled(make_causal_lm), accumulation=Accumulation(micro_batch_size=2)
     )
+    assert trainer.check_equivalence((TEXTS,))
+
+
+@pytest.mark.parametrize("is_loader", [False, True])
+def test_masks_are_drawn_again_as_in_the_run_that_was_ended(
+    is_loader, tmp_path
+):
+    def run(**options):
+        task = compiled(lambda: make_bert(models.BertMaskedLM, mask_some))
+        accumulation = Accumulation(micro_batch_size=2)
+        trainer = Trainer(task, accumulation=accumulation, seed=0)
+        data = TEXTS
+        if is_loader:
+            data = [(TEXTS[i : i + 3],) for i in (0, 2, 4)]
+        trainer.fit(data, epochs=2, verbose=0, **options)
+        return task.get_weights()
+
+    options = {} if is_loader else {"batch_size": 3}
+    whole = run(**options)
+    for updates in (2, None):
+        resumed = run(
+            callbacks=[Checkpoint(tmp_path)],
+            max_updates=updates,
+            resume_from="auto",
+            **options,
+        )
+    for a, b in zip(whole, resumed, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_equivalence_is_checked_with_masks_drawn_once():
+    task = compiled(lambda: make_bert(models.BertMaskedLM, mask_some))
+    trainer = Trainer(task, accumulation=Accumulation(micro_batch_size=2))
     assert trainer.check_equivalence((TEXTS,))
 
 

@@ -1,0 +1,103 @@
+"""What a loader yields, read and checked one batch at a time."""
+
+from typing import Any
+
+from accumtrainer import errors
+from accumtrainer.data.batches import Batch, name_of, named_arrays
+from accumtrainer.data.preprocessing import Preprocessing
+from accumtrainer.data.reading import unpack, weigh_classes
+from accumtrainer.data.source import SourceOptions
+
+
+class BatchReader:
+    """Reads loader items, all of which must be built alike.
+
+    Args:
+        options: `class_weight`, which weighs samples by class, `seed` and
+            `epochs_before` of them.
+        preprocessing: what makes of them what the model takes, if anything.
+
+    Attributes:
+        epochs_before: epochs of earlier fits, which a source may change.
+    """
+
+    def __init__(
+        self, options: SourceOptions, preprocessing: Preprocessing | None
+    ):
+        self._class_weight = options.class_weight
+        self._seed = options.seed
+        self.epochs_before = options.epochs_before
+        self._preprocessing = preprocessing
+        self._axes: dict[tuple, int] | None = None
+
+    def batch_of(self, item: Any, epoch: int, index: int) -> Batch:
+        """Read an item as a `Batch`, of arrays that stay as they are.
+
+        Args:
+            item: what the loader yielded.
+            epoch: index of the epoch.
+            index: index of the batch in the epoch.
+        """
+        return self._weigh(self._unpack(item, epoch, index))
+
+    def _unpack(self, item: Any, epoch: int, index: int) -> Batch:
+        if self._preprocessing is None:
+            return unpack(item)
+        place = (self._seed, self.epochs_before + epoch, index)
+        return self._preprocessing(item, *place)
+
+    def _weigh(self, batch: Batch) -> Batch:
+        if self._class_weight is None:
+            return batch
+        return weigh_classes(batch, self._class_weight)
+
+    def read(self, item: Any, epoch: int, index: int) -> Batch:
+        """Read an item as `batch_of` does, and check it.
+
+        Args:
+            item: what the loader yielded.
+            epoch: index of the epoch.
+            index: index of the batch in the epoch.
+
+        Raises:
+            DataError: it has no samples, not as many in every array, or
+                other parts than the first item.
+        """
+        batch = self._unpack(item, epoch, index)
+        arrays = {
+            (field, path): array
+            for field, part in zip(Batch._fields, batch, strict=True)
+            for path, array in named_arrays(part)
+        }
+        axes = {key: array.ndim for key, array in arrays.items()}
+        self._axes = self._axes or axes
+        if axes != self._axes:
+            raise errors.DataError(
+                errors.OTHER_PARTS.format(
+                    received=_difference(self._axes, axes),
+                    batch=index,
+                    epoch=epoch,
+                )
+            )
+        lengths = {len(array) for array in arrays.values()}
+        if len(lengths) != 1 or lengths == {0}:
+            received = ", ".join(
+                f"{len(array)} samples in {name_of(*key)}"
+                for key, array in arrays.items()
+            )
+            raise errors.DataError(
+                errors.UNUSABLE_BATCH.format(
+                    received=received or "no array", batch=index, epoch=epoch
+                )
+            )
+        return self._weigh(batch)
+
+
+def _difference(before: dict[tuple, int], now: dict[tuple, int]) -> str:
+    """Say how arrays, by key the number of their axes, differ."""
+    key = next(k for k in [*now, *before] if before.get(k) != now.get(k))
+    had, has = (
+        f"{axes[key]} axes" if key in axes else "nothing"
+        for axes in (before, now)
+    )
+    return f"{has} in {name_of(*key)}, where the first batch had {had}"
