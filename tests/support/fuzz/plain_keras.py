@@ -425,13 +425,14 @@ def is_near(actual, expected, name, allowed):
     if actual[name].dtype.kind not in "fiub":
         return bool(np.all(actual[name] == expected[name]))
     a, b = actual[name].astype(float), expected[name].astype(float)
-    return bool(np.all((np.abs(a - b) <= allowed) | np.isnan(b)))
+    is_near = (np.abs(a - b) <= allowed) | (a == b) | np.isnan(b)
+    return bool(np.all(is_near))
 
 
 def largest(array):
-    """Return the largest absolute value among the numbers of an array."""
+    """Return the largest absolute value among an array's finite numbers."""
     array = np.asarray(array, dtype=float)
-    array = array[~np.isnan(array)]
+    array = array[np.isfinite(array)]
     return float(np.max(np.abs(array))) if array.size else 0.0
 
 
