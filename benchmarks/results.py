@@ -18,6 +18,7 @@ PIPELINES = FOLDER / "pipelines.json"
 PAGE = FOLDER / "RESULTS.md"
 
 OURS = "Trainer, auto"
+COMPILED = "Trainer, compiled"
 KERAS = "Keras fit, accumulating"
 LOOP = "PyTorch loop"
 LOOP_OVER_KERAS = "PyTorch loop, Keras model"
@@ -69,7 +70,10 @@ turns, round by round, on the same data from the same weights. The columns:
 - **Accelerate**, **loop**, **Keras in a loop**: on torch also Accelerate's, and
   those of a plain loop with PyTorch's own loss and optimizer: over the same
   model written in PyTorch, and over the Keras model. All on torch run with one
-  thread or with PyTorch's default, whichever is faster for them.
+  thread or with PyTorch's default, whichever is faster for them. The second
+  number of two is that of ours with `jit_compile=True`, which is
+  `torch.compile`; it is not the default, as its first update takes up to a
+  minute.
 - **first update**: seconds from a model to its first update, compilation
   included, ours / Keras's as it compiles by default.
 - **second run**: the same in a process that finds what an earlier one has
@@ -225,7 +229,7 @@ def _table(cells):
                 key.removesuffix(f" {cell['precision']}"),
                 *_numbers(ours.get("ms_per_update", [])[:1], "{:,.2f}"),
                 *(
-                    "".join(_numbers([(ratios or {}).get(name)], "{:.2f}"))
+                    _ratio((ratios or {}).get(name), contenders)
                     for name in COLUMNS
                 ),
                 _both(_medians(contenders, "first_update_secs"), "{:.1f}"),
@@ -235,6 +239,15 @@ def _table(cells):
         )
     filled = [any(column[1:]) for column in zip(*rows, strict=True)]
     return format_table([list(compress(row, filled)) for row in rows])
+
+
+def _ratio(ratio, contenders):
+    """Write a ratio, and beside it that of ours compiled, where it is known."""
+    if ratio is None:
+        return ""
+    compiled = (_of(COMPILED, contenders) or {}).get("advantage")
+    ratios = [ratio] if compiled is None else [ratio, ratio / compiled[0]]
+    return " / ".join(_numbers(ratios, "{:.2f}"))
 
 
 def _by_model(cells):

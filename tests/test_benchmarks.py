@@ -247,6 +247,18 @@ def test_picture_shows_what_was_measured(results):
     assert results.draw(BACKEND).stat().st_size > 1000
 
 
+def test_ratio_of_ours_compiled_stands_beside_that_of_ours(results):
+    compiled = {"Trainer, compiled (fused)": {"advantage": [0.5, 0.4, 0.6]}}
+    keep(results, times=TIMES)
+    others = TIMES | {"contenders": TIMES["contenders"] | compiled}
+    keep(results, "conv 8x8", times=others)
+    results.write_page()
+    page = results.PAGE.read_text()
+    assert re.search(r"\| mlp 32x8 +\| +3.00 \| +7.00 \| +1.00 \|", page)
+    both = r"\| conv 8x8 +\| +3.00 \| +7.00 / 14.00 \| +1.00 / 2.00 \|"
+    assert re.search(both, page)
+
+
 def test_what_was_not_measured_again_stays(results):
     keep(results, times=TIMES)
     keep(results, "conv 8x8", times=TIMES)
