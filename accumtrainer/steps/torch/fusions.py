@@ -172,10 +172,10 @@ def _changes_between(source: fx.Node, node: fx.Node) -> bool:
         if name_of(between.target).endswith("_"):
             fx.node.map_arg(between.args[0], changed.add)
         between = between.next
-    return bool(_memory_of(changed) & _memory_of(source.all_input_nodes))
+    return bool(memory_of(changed) & memory_of(source.all_input_nodes))
 
 
-def _memory_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def memory_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Find the values of which some may be views, and these."""
     found, left = set(), list(nodes)
     while left:

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from accumtrainer.keras_api.types import Tensor
 from accumtrainer.steps.torch.fusions import fuse
 from accumtrainer.steps.torch.marks import IF, MARK
+from accumtrainer.steps.torch.normalization import normalize
 from accumtrainer.steps.torch.shapes import is_view, name_of, simplify
 from accumtrainer.steps.torch.source import Row, compiled, emitted
 
@@ -232,6 +233,7 @@ def _tidy(module: fx.GraphModule) -> None:
                 _make_constant(module, node)
     graph.eliminate_dead_code()
     simplify(module, changed)
+    normalize(graph, changed)
     fuse(graph, changed)
 
 

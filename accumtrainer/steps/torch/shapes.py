@@ -5,6 +5,7 @@ of length one between them until a product of matrices is left. Read one by one
 these steps are views and copies; together, most are nothing but another shape.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,6 +44,10 @@ POOLS = {
 
 SMALL = 4096
 """How many elements a value may have that is kept rather than made again."""
+
+LARGE, WIDE = 2**15, 64
+"""How many elements, and how many rows and columns at least, a matrix has whose
+transpose is copied faster in blocks."""
 
 
 def simplify(module: fx.GraphModule, changed: set[fx.Node]) -> None:
@@ -143,6 +148,12 @@ class _Rewriter:
         """Add an operation, or find it."""
         return self._known_as(target, args, {}, None)
 
+    def call_with(
+        self, target: Callable, args: tuple, **options: Any
+    ) -> fx.Node:
+        """Add an operation that takes options, or find it."""
+        return self._known_as(target, args, options, None)
+
     def _known_as(
         self, target: Any, args: tuple, kwargs: dict, node: fx.Node | None
     ) -> fx.Node:
@@ -152,8 +163,8 @@ class _Rewriter:
             if key in known and self._is_kept(known[key]):
                 return known[key]
         if node is None:
-            node = self._graph.call_function(target, args)
-            node.meta["val"] = target(*fx.node.map_arg(args, _value))
+            node = self._graph.call_function(target, args, kwargs)
+            node.meta["val"] = target(*fx.node.map_arg(args, _value), **kwargs)
         self._known[-1][key] = node
         return node
 
@@ -200,7 +211,36 @@ def _copy(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
             return source
     if source is not node.args[0]:
         node.args = (source,)
-    return node
+    return _transpose(rewriter, node)
+
+
+def _transpose(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
+    """Copy the transpose of a matrix, where a copy is one in memory.
+
+    PyTorch does that in blocks, other permutations element by element.
+    """
+    moved, value = node.args[0], _value(node)
+    if moved.target is not aten.permute.default or value.numel() < LARGE:
+        return node
+    source, order = moved.args
+    axes = sorted(range(value.dim()), key=value.stride, reverse=True)
+    turned = [order[axis] for axis in axes]
+    split = turned[0]
+    is_rotated = turned == [*range(split, len(turned)), *range(split)]
+    if not is_rotated or not split or not _value(source).is_contiguous():
+        return node
+    rows = math.prod(_shape(source)[:split])
+    columns = value.numel() // rows
+    if min(rows, columns) < WIDE:
+        return node
+    matrix = rewriter.reshape(source, [rows, columns])
+    matrix = rewriter.call(aten.permute.default, matrix, [1, 0])
+    copy = rewriter.call_with(
+        aten.clone.default, (matrix,), memory_format=torch.contiguous_format
+    )
+    copy = rewriter.reshape(copy, [value.shape[axis] for axis in axes])
+    places = [axes.index(axis) for axis in range(len(axes))]
+    return rewriter.call(aten.permute.default, copy, places)
 
 
 def _pool(rewriter: _Rewriter, node: fx.Node) -> fx.Node:

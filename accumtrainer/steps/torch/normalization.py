@@ -1,0 +1,418 @@
+"""Batch normalization, for which PyTorch has operations of its own.
+
+Keras writes it out, and PyTorch differentiates what is written: some 25
+operations go through all of the activations. PyTorch's own need eight passes,
+and subtract the mean before they square.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from accumtrainer.steps.torch.fusions import memory_of
+from accumtrainer.steps.torch.marks import MARK
+from accumtrainer.steps.torch.shapes import name_of
+
+aten = torch.ops.aten
+
+MEAN, SUM, EXPAND = aten.mean.dim, aten.sum.dim_IntList, aten.expand.default
+ADD, SUBTRACT, MULTIPLY = aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor
+SCALE, DIVIDE = aten.mul.Scalar, aten.div.Scalar
+POWER, NEGATE = aten.pow.Tensor_Scalar, aten.neg.default
+OPERATIONS = {
+    *(MEAN, SUM, EXPAND, ADD, SUBTRACT, MULTIPLY),
+    *(SCALE, DIVIDE, POWER, NEGATE),
+}
+"""What Keras and the derivatives are written in."""
+
+PRECISE = {torch.float32, torch.float64}
+
+
+def normalize(graph: fx.Graph, changed: set[fx.Node]) -> None:
+    """Put PyTorch's batch normalization in the place of Keras's.
+
+    Args:
+        graph: of operations, simplified.
+        changed: values that operations change in place.
+    """
+    for node in list(graph.nodes):
+        if node.target is SUBTRACT and node in changed:
+            found = _Operations(graph)
+            forward = _forward(found, node)
+            if forward and _is_plain(found, forward, changed):
+                _replace(graph, found, forward, changed)
+    graph.eliminate_dead_code()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Forward:
+    """What normalizes.
+
+    Args:
+        x: what comes in.
+        mean: of it.
+        variance: of it.
+        root: one by the standard deviation.
+        gamma: by what is multiplied.
+        beta: what is added.
+        deviation: from the mean, which becomes the result in place.
+        multiply: multiplies it.
+        add: adds to it.
+        saved: a copy of it, if there are derivatives.
+    """
+
+    x: fx.Node
+    mean: fx.Node
+    variance: fx.Node
+    root: fx.Node
+    gamma: fx.Node
+    beta: fx.Node
+    deviation: fx.Node
+    multiply: fx.Node
+    add: fx.Node
+    saved: Sequence[fx.Node]
+
+    @property
+    def axes(self) -> Any:
+        """Over which it is normalized."""
+        return self.mean.args[1]
+
+    @property
+    def epsilon(self) -> Any:
+        """What is added to the variance."""
+        return self.root.args[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Backward:
+    """What its derivatives are computed from, and they.
+
+    Args:
+        first: the operation that reads the cotangents first.
+        cotangents: of the result.
+        made: those of x, gamma and beta; `None` if they are not needed.
+        others: what is added to that of x, from where else x is read.
+    """
+
+    first: fx.Node
+    cotangents: fx.Node
+    made: Sequence[fx.Node | None]
+    others: Sequence[Any]
+
+
+class _Operations:
+    """Finds operations by what they make of what."""
+
+    def __init__(self, graph: fx.Graph):
+        self.places = {node: place for place, node in enumerate(graph.nodes)}
+        self._known = {
+            _key(node.target, node.args): node
+            for node in graph.nodes
+            if node.target in OPERATIONS and not node.kwargs
+        }
+
+    def __call__(self, target: Any, *args: Any) -> fx.Node | None:
+        """Find the one that makes something of values, if all are there."""
+        node = None if None in args else self._known.get(_key(target, args))
+        return node if node is not None and node.users else None
+
+    def users(self, node: fx.Node) -> list[fx.Node]:
+        """List what reads a value, in order."""
+        return sorted(node.users, key=self.places.__getitem__)
+
+    def changes(self, first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+        """List what changes values between two operations, and branches."""
+        node = first
+        while node is not last:
+            if node.target is MARK or name_of(node.target).endswith("_"):
+                yield node
+            node = node.next
+
+
+def _key(target: Any, args: Sequence[Any]) -> tuple:
+    if target in (ADD, MULTIPLY):
+        return target, frozenset(args)
+    return target, *(tuple(a) if isinstance(a, list) else a for a in args)
+
+
+def _forward(found: _Operations, deviation: fx.Node) -> _Forward | None:
+    """Recognize what becomes a normalized value in place."""
+    x, mean = deviation.args
+    users = found.users(deviation)
+    names = [name_of(user.target) for user in users]
+    saved = users[:1] if names[:1] == ["clone"] else []
+    if names[len(saved) :][:2] != ["mul_", "add_"]:
+        return None
+    multiply, add = users[len(saved) :][:2]
+    scale, beta = multiply.args[1], add.args[1]
+    axes = getattr(mean, "args", (x, None))[1]
+    squares = found(MEAN, found(POWER, x, 2), axes, True)
+    variance = found(SUBTRACT, squares, found(POWER, mean, 2))
+    is_mean = variance and found(MEAN, x, axes, True) is mean
+    if not is_mean or getattr(scale, "target", None) is not MULTIPLY:
+        return None
+    root, gamma = scale.args
+    if root.target is not ADD or root.args[0] is not variance:
+        return None
+    return _Forward(
+        x=x,
+        mean=mean,
+        variance=variance,
+        root=root,
+        gamma=gamma,
+        beta=beta,
+        deviation=deviation,
+        multiply=multiply,
+        add=add,
+        saved=saved,
+    )
+
+
+def _is_plain(
+    found: _Operations, forward: _Forward, changed: set[fx.Node]
+) -> bool:
+    """Whether it normalizes as PyTorch does, and nothing comes between."""
+    nodes = [forward.x, forward.mean, forward.gamma, forward.beta]
+    if not all(isinstance(n, fx.Node) and "val" in n.meta for n in nodes):
+        return False
+    x, mean, *others = (n.meta["val"] for n in nodes)
+    is_alike = all(v.shape == mean.shape and v.dtype == x.dtype for v in others)
+    is_known = x.dtype in PRECISE and x.device.type == "cpu"
+    is_batch = len(forward.axes) == x.dim() - 1 and x.numel() > mean.numel()
+    # The root is taken in place before it is read.
+    root = found.users(forward.root)[0]
+    own = [root, forward.multiply]
+    return (
+        is_alike
+        and is_known
+        and is_batch
+        and x.is_contiguous()
+        and name_of(root.target) == "rsqrt_"
+        and not forward.deviation.kwargs
+        and not forward.root.kwargs
+        and own == list(found.changes(forward.mean, forward.add))
+        and not changed & memory_of([forward.x])
+    )
+
+
+def _replace(
+    graph: fx.Graph,
+    found: _Operations,
+    forward: _Forward,
+    changed: set[fx.Node],
+) -> None:
+    """Put PyTorch's operations in the place of Keras's, if it is all there."""
+    backward = None
+    if forward.saved:
+        backward = _backward(found, forward)
+        if backward is None or not _is_untouched(
+            found, forward, backward, changed
+        ):
+            return
+    writer = _Writer(graph, forward)
+    changed.add(writer.write_forward())
+    if backward is not None:
+        writer.write_backward(backward)
+
+
+def _backward(found: _Operations, forward: _Forward) -> _Backward | None:
+    """Recognize the derivatives."""
+    x, mean, root, gamma = (
+        forward.x,
+        forward.mean,
+        forward.root,
+        forward.gamma,
+    )
+    (saved,) = forward.saved
+    product = next(iter(saved.users))
+    if len(saved.users) > 1 or product.target is not MULTIPLY:
+        return None
+    cotangents = product.args[product.args[0] is saved]
+    shape = x.meta["val"].shape
+    count = shape.numel() // mean.meta["val"].numel()
+    axes = [axis for axis in forward.axes if shape[axis] != 1]
+    total = found(SUM, product, axes, True)
+    scaled = found(MULTIPLY, cotangents, found(MULTIPLY, root, gamma))
+    half = found(SCALE, found(MULTIPLY, total, gamma), -0.5)
+    by_variance = found(MULTIPLY, half, found(POWER, root, 3))
+    by_mean = found(
+        ADD,
+        found(SUM, found(NEGATE, scaled), axes, True),
+        found(MULTIPLY, found(NEGATE, by_variance), found(SCALE, mean, 2.0)),
+    )
+    spread, moved = (
+        found(EXPAND, found(DIVIDE, by, count), list(shape))
+        for by in (by_variance, by_mean)
+    )
+    by_square = found(MULTIPLY, spread, found(SCALE, x, 2.0))
+    whole, others = _sum_of({scaled, by_square, moved}, by_square)
+    made = (
+        whole,
+        found(MULTIPLY, total, root),
+        found(SUM, cotangents, axes, True),
+    )
+    if total is None or (by_variance is not None and made[0] is None):
+        return None
+    readers = [n for n in (product, scaled, made[2]) if n is not None]
+    first = min(readers, key=found.places.__getitem__)
+    if not all(_has_shape(other, shape) for other in others):
+        return None
+    return _Backward(first, cotangents, made, others)
+
+
+def _sum_of(
+    terms: set[fx.Node | None], node: Any
+) -> tuple[fx.Node | None, list[Any]]:
+    """Find what adds some values, one of which is given, and what else."""
+    while None not in terms and len(node.users) == 1:
+        (node,) = node.users
+        if node.target is not ADD or node.kwargs:
+            break
+        found = _terms(node)
+        if terms.issubset(found):
+            return node, [term for term in found if term not in terms]
+    return None, []
+
+
+def _has_shape(value: Any, shape: torch.Size) -> bool:
+    known = getattr(value, "meta", {}).get("val")
+    return isinstance(known, torch.Tensor) and known.shape == shape
+
+
+def _terms(whole: fx.Node) -> list[Any]:
+    """List what a sum adds, without the sums that nothing else reads."""
+    terms: list[Any] = []
+    for term in whole.args:
+        is_sum = isinstance(term, fx.Node) and term.target is ADD
+        is_inner = is_sum and not term.kwargs and len(term.users) == 1
+        terms += _terms(term) if is_inner else [term]
+    return terms
+
+
+def _is_untouched(
+    found: _Operations,
+    forward: _Forward,
+    backward: _Backward,
+    changed: set[fx.Node],
+) -> bool:
+    """Whether what derivatives are computed from stays what it is."""
+    made = [n for n in backward.made if n is not None]
+    last = max(made, key=found.places.__getitem__, default=None)
+    is_later = found.places[backward.first] > found.places[forward.add]
+    if last is None or not is_later:
+        return False
+    gamma = memory_of([forward.gamma])
+    return not changed & memory_of([backward.cotangents]) and not any(
+        node.target is MARK or gamma & memory_of(node.all_input_nodes)
+        for node in found.changes(backward.first, last)
+    )
+
+
+class _Writer:
+    """Writes PyTorch's operations.
+
+    Args:
+        graph: gets them.
+        forward: what they stand for.
+    """
+
+    def __init__(self, graph: fx.Graph, forward: _Forward):
+        self._graph = graph
+        self._forward = forward
+        shape = forward.x.meta["val"].shape
+        (axis,) = set(range(len(shape))) - {
+            axis % len(shape) for axis in forward.axes
+        }
+        # Channels are second for PyTorch, and last where nothing follows.
+        matrix = [prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :])]
+        self._matrix = matrix if matrix[2] > 1 else matrix[:2]
+        self._row = [shape[axis]]
+
+    def write_forward(self) -> fx.Node:
+        """Write what normalizes, and return the result."""
+        forward = self._forward
+        with self._graph.inserting_before(forward.mean):
+            rows = self._rows = self._shape(forward.x, self._matrix)
+            moments = self._call(
+                aten.batch_norm_update_stats.default, rows, None, None, 0.0
+            )
+            self._mean, variance = (self._item(moments, i) for i in range(2))
+            for old, new in zip(
+                (forward.mean, forward.variance),
+                (self._mean, variance),
+                strict=True,
+            ):
+                self._put(new, old)
+        with self._graph.inserting_before(forward.add.next):
+            whole = self._call(
+                aten.native_batch_norm.default,
+                rows,
+                self._shape(forward.gamma, self._row),
+                self._shape(forward.beta, self._row),
+                self._mean,
+                variance,
+                False,
+                0.0,
+                forward.epsilon,
+            )
+            for node in (forward.add, forward.multiply):
+                self._graph.erase_node(node)
+            return self._put(self._item(whole, 0), forward.deviation)
+
+    def write_backward(self, backward: _Backward) -> None:
+        """Write what derivatives there are."""
+        forward = self._forward
+        needed = [node is not None for node in backward.made]
+        with self._graph.inserting_before(backward.first):
+            whole = self._call(
+                aten.native_batch_norm_backward.default,
+                self._shape(backward.cotangents, self._matrix),
+                self._rows,
+                self._shape(forward.gamma, self._row),
+                None,
+                None,
+                self._mean,
+                self._shape(forward.root, self._row),
+                True,
+                forward.epsilon,
+                needed,
+            )
+        for index, node in enumerate(backward.made):
+            if node is None:
+                continue
+            with self._graph.inserting_before(node):
+                value = self._item(whole, index)
+                for other in () if index else backward.others:
+                    value = self._shape(value, list(node.meta["val"].shape))
+                    value = self._call(ADD, value, other)
+                self._put(value, node)
+
+    def _call(self, target: Any, *args: Any) -> fx.Node:
+        node = self._graph.call_function(target, args)
+        given = fx.node.map_arg(args, lambda n: n.meta["val"])
+        node.meta["val"] = target(*given)
+        return node
+
+    def _item(self, items: fx.Node, index: int) -> fx.Node:
+        return self._call(getitem, items, index)
+
+    def _shape(self, node: fx.Node, shape: list[int]) -> fx.Node:
+        """Give a value another shape, from where it first had one."""
+        while node.target is aten.reshape.default:
+            node = node.args[0]
+        if list(node.meta["val"].shape) == shape:
+            return node
+        return self._call(aten.reshape.default, node, shape)
+
+    def _put(self, new: fx.Node, old: fx.Node) -> fx.Node:
+        """Put a value in the place of another."""
+        new = self._shape(new, list(old.meta["val"].shape))
+        old.replace_all_uses_with(
+            new, delete_user_cb=lambda user: user not in self._forward.saved
+        )
+        return new
