@@ -46,6 +46,7 @@ class ProgressBar(Callback):
     """
 
     looks_at_model = False
+    has_state = True
 
     def __init__(
         self,
@@ -66,6 +67,8 @@ class ProgressBar(Callback):
         self._is_open = False
         self._drawn = 0  # lines within the epochs of this training
         self._pace = Pace(clock, samples=0)
+        self._numbers: dict[str, str] = {}
+        self._validation: dict[str, str] = {}
 
     # --- Training ---
 
@@ -132,6 +135,33 @@ class ProgressBar(Callback):
     def on_predict_end(self, logs: Any = None) -> None:
         self._finish({})
 
+    # --- What a checkpoint keeps ---
+
+    def get_state(self) -> dict[str, Any]:
+        if not self._is_open:
+            return {}
+        return {
+            "finished": self._finished,
+            "numbers": self._numbers,
+            "validation": self._validation,
+            "elapsed_secs": self._clock() - self._began_secs,
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        # Before a training it is told which state will come.
+        if not self._is_open:
+            return
+        self._finished = state.get("finished", 0)
+        self._numbers = state.get("numbers", {})
+        self._validation = state.get("validation", {})
+        # The clock of another process has begun at another time.
+        self._began_secs = self._clock() - state.get("elapsed_secs", 0.0)
+        self._pace = Pace(
+            self._clock, finished=self._finished, samples=self._samples()
+        )
+        if self._screen.is_live:
+            self._draw()
+
     # --- One line, from its opening to its closing ---
 
     def _open(self, heading: str, unit: str) -> None:
@@ -139,8 +169,7 @@ class ProgressBar(Callback):
         self._total = self.params["steps"]
         self._finished = 0
         self._latest_logs = None
-        self._numbers: dict[str, str] = {}
-        self._validation = {}
+        self._numbers, self._validation = {}, {}
         self._is_open = True
         self._began_secs = self._drawn_secs = self._clock()
         self._pace = Pace(self._clock, samples=self._samples())

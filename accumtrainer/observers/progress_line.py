@@ -66,6 +66,7 @@ class Pace:
     Args:
         clock: function that returns seconds.
         samples: number of samples seen already.
+        finished: number of units finished already, before a resume.
 
     Examples:
         >>> pace = Pace(iter([0.0, 60.0, 62.0]).__next__, samples=0)
@@ -75,10 +76,12 @@ class Pace:
         (0.5, 64.0)
     """
 
-    def __init__(self, clock: Callable[[], float], *, samples: int):
+    def __init__(
+        self, clock: Callable[[], float], *, samples: int, finished: int = 0
+    ):
         self._clock = clock
         # Both are a time, the units finished and the samples seen by then.
-        self._origin = self._latest = (clock(), 0, samples)
+        self._origin = self._latest = (clock(), finished, samples)
         self._has_left_out_first = False
         self._paused_at: float | None = None
 
@@ -88,7 +91,8 @@ class Pace:
             self._latest,
             (self._clock(), finished, samples),
         )
-        if not self._has_left_out_first and finished > previous[1] > 0:
+        has_second = finished > previous[1] > self._origin[1]
+        if has_second and not self._has_left_out_first:
             self._origin = previous
             self._has_left_out_first = True
 

@@ -1,6 +1,7 @@
 """What the progress bar shows, when it looks, and what stays behind."""
 
 import io
+import json
 import re
 
 import pytest
@@ -10,6 +11,7 @@ from rich.console import Console
 from accumtrainer.observers.logs import Logs
 from accumtrainer.observers.progress_bar import ProgressBar
 from accumtrainer.observers.progress_line import format_duration
+from accumtrainer.saving.callback_state import CallbackStates
 
 # --- Plain lines ---
 
@@ -346,3 +348,83 @@ def test_prediction_does_not_look_at_the_outputs():
 )
 def test_durations_are_written_the_way_people_read_them(secs, words):
     assert format_duration(secs) == words
+
+
+# --- After a resume ---
+
+
+def resume(session):
+    """Go on in a process whose clock is another, and that trains longer."""
+    state = json.loads(json.dumps(CallbackStates([session.bar]).get()))
+    resumed = Session(2, epochs=5)
+    resumed.clock.secs = 10.0
+    return resumed, state
+
+
+def go_on(resumed, state, samples):
+    """Put back what a Trainer does, amid the first epoch."""
+    resumed.call("on_epoch_begin", 0)
+    resumed.trainer.samples_seen = samples
+    CallbackStates([resumed.bar]).set(state)
+
+
+def test_resumed_epoch_is_told_by_the_clock_of_its_own_process():
+    session = Session(2)
+    with session.dispatcher.training():
+        session.call("on_epoch_begin", 0)
+        session.run_updates(0, 1)
+        resumed, state = resume(session)
+    with resumed.dispatcher.training():
+        go_on(resumed, state, samples=128)
+        resumed.run_updates(2, secs=20.0)  # compiles
+        resumed.run_updates(3, secs=0.5)
+        resumed.call("on_epoch_end", 0, {"loss": 0.5})
+    assert resumed.output == (
+        "Epoch 1/5 · 4/4 updates · 128 samples/s · 22.5 s · loss 0.5\n"
+    )
+
+
+def test_first_update_after_a_resume_claims_no_speed_of_those_before():
+    session = Session(2)
+    with session.dispatcher.training():
+        session.call("on_epoch_begin", 0)
+        session.run_updates(0, 1)
+        resumed, state = resume(session)
+    with resumed.dispatcher.training():
+        go_on(resumed, state, samples=128)
+        resumed.run_updates(2, secs=32.0)
+        resumed.call("on_epoch_end", 0, {"loss": 0.5})
+    assert "· 2 samples/s · 34.0 s ·" in resumed.output
+
+
+def test_resumed_epoch_keeps_what_its_validation_has_said():
+    session = Session(2)
+    with session.dispatcher.training():
+        session.call("on_epoch_begin", 0)
+        session.run_updates(0, 1)
+        session.call("on_validation_end", 2, {"val_loss": 0.75})
+        resumed, state = resume(session)
+    with resumed.dispatcher.training():
+        go_on(resumed, state, samples=128)
+        resumed.call("on_epoch_end", 0, {"loss": 0.5})
+    assert "2/4 updates" in resumed.output
+    assert resumed.output.endswith("· loss 0.5 · val_loss 0.75\n")
+
+
+def test_live_line_of_a_resume_begins_where_it_stopped():
+    session = Session("auto", is_terminal=True)
+    with session.dispatcher.training():
+        session.call("on_epoch_begin", 0)
+        session.run_updates(0, 1)
+        state = CallbackStates([session.bar]).get()
+    resumed = Session("auto", is_terminal=True)
+    with resumed.dispatcher.training():
+        go_on(resumed, state, samples=128)
+        assert "2/4 updates" in resumed.frames[-1]
+
+
+def test_line_that_is_closed_leaves_the_next_run_nothing():
+    session = Session(2)
+    with session.dispatcher.training():
+        session.run_epoch(0, {"loss": 0.5})
+        assert CallbackStates([session.bar]).get() == {}
