@@ -120,31 +120,12 @@ def set_up_torch():
     logging.getLogger("torch.__trace").disabled = True
 
 
-if BACKEND == "jax":
-    # JAX keeps every program it has compiled for single operations, each in
-    # pieces of memory of its own. Linux gives a process 65,530 of them, and
-    # ends it when they are used up; a whole suite on one worker comes close.
-    MOST_PIECES = 20_000
-    TESTS_PER_LOOK = 20
+TESTS_PER_LOOK = 20
 
-    @pytest.fixture(autouse=True, scope="session")
-    def tests_run():
-        """Count the tests of this process."""
-        return itertools.count(1)
-
-    @pytest.fixture(autouse=True)
-    def compiled_programs_are_few(tests_run):
-        """Free what JAX has compiled before it takes too many pieces."""
-        yield
-        if next(tests_run) % TESTS_PER_LOOK == 0 and pieces() > MOST_PIECES:
-            import jax
-
-            jax.clear_caches()
-
-    def pieces():
-        """Count the pieces of this process's memory, 0 if nobody tells."""
-        maps = pathlib.Path("/proc/self/maps")
-        return maps.read_bytes().count(b"\n") if maps.exists() else 0
+# JAX keeps every program it has compiled for single operations, each in pieces
+# of memory of its own. Linux gives a process 65,530 of them, and ends it when
+# they are used up; a whole suite on one worker comes close.
+MOST_PIECES = 20_000
 
 
 def pytest_collection_finish():
@@ -152,9 +133,43 @@ def pytest_collection_finish():
 
     Otherwise a twentieth of the time goes into looking through the modules.
     """
+    forget_what_lasts()
+    gc.set_threshold(20_000, 10, 10)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def tests_run():
+    """Count the tests of this process."""
+    return itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def little_is_looked_through(tests_run):
+    """Have garbage looked for in what few tests have made.
+
+    Backends keep what they have traced. To look through that again and again
+    takes a third of a suite's time.
+    """
+    yield
+    if next(tests_run) % TESTS_PER_LOOK == 0:
+        if BACKEND == "jax" and pieces() > MOST_PIECES:
+            import jax
+
+            gc.unfreeze()
+            jax.clear_caches()
+        forget_what_lasts()
+
+
+def forget_what_lasts():
+    """Look for garbage once, and then no more in what is left."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 10, 10)
+
+
+def pieces():
+    """Count the pieces of this process's memory, 0 if nobody tells."""
+    maps = pathlib.Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0
 
 
 def pytest_report_header():
