@@ -242,8 +242,9 @@ OWN_COMPILE = (
 
 NO_TARGETS = (
     "y must hold the targets of the loss {loss!r}. Received: None. Give fit x "
-    "and y, and what takes one batch the pair (x, y); or train without a loss "
-    "of targets, by layers that add losses or Trainer.compute_loss."
+    "and y; give check_equivalence and memory_plan their batch as the pair "
+    "(x, y); or train without a loss of targets, by layers that add losses or "
+    "Trainer.compute_loss."
 )
 
 FROZEN_AMID_WINDOW = (

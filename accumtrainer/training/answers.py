@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from accumtrainer import errors
+from accumtrainer.checks import require_number
 from accumtrainer.config import Accumulation, Every
 from accumtrainer.data.batches import Window
 from accumtrainer.data.preprocessing import Preprocessing, preprocessing_of
@@ -42,7 +43,11 @@ class Answers(Hooks):
 
     @property
     def progress(self) -> Progress:
-        """A copy of the counters; reading it waits for the device."""
+        """A copy of the counters; reading it waits for the device.
+
+        Code that the device calls amid an update, as by `jax.debug.callback`,
+        would wait for itself: it reads `progress_at_most`.
+        """
         return self._engine.counting.progress
 
     @property
@@ -309,7 +314,10 @@ class Answers(Hooks):
             `Equivalence`; printed, it is a short table.
 
         Raises:
-            ValueError: the batch makes a single micro-batch.
+            TypeError: the tolerance is no number, as where `x` and `y` were
+                given and not the pair of them.
+            ValueError: the batch makes a single micro-batch, or the tolerance
+                is negative.
 
         Examples:
             >>> import numpy as np
@@ -322,6 +330,13 @@ class Answers(Hooks):
             >>> trainer.check_equivalence((x, y)).is_exact
             True
         """
+        require_number(
+            "tolerance",
+            tolerance,
+            "a number of at least 0",
+            "Give x and y as one batch, check_equivalence((x, y)).",
+            lambda value: value >= 0,
+        )
         self._engine.follow_model()
         data = self._in_one_piece(batch)
         window = self._cut(data)

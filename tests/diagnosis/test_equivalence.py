@@ -1,5 +1,7 @@
 """Claims about `check_equivalence`: what it measures, and what it blames."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -250,6 +252,16 @@ def test_nothing_is_changed():
 def test_single_micro_batch_is_refused():
     with pytest.raises(ValueError, match="at least two micro-batches"):
         check(make_model(), loss="mse", accumulation=1)
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "error"), [(np.ones([12, 1]), TypeError), (-1e-5, ValueError)]
+)
+def test_what_is_no_tolerance_is_refused(tolerance, error):
+    trainer = Trainer(make_model(), optimizer="sgd", loss="mse", accumulation=4)
+    pattern = r"tolerance must be .*Received.*check_equivalence\(\(x, y\)\)"
+    with pytest.raises(error, match=re.compile(pattern, re.DOTALL)):
+        trainer.check_equivalence(make_batch()[0], tolerance)
 
 
 def test_it_prints_as_a_short_table():
