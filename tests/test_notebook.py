@@ -67,6 +67,17 @@ def test_long_table_leaves_out_its_middle_and_says_so():
     ]
 
 
+def test_table_that_just_fits_leaves_nothing_out():
+    shown = Reader(notebook.table(["row"], [[i] for i in range(8)], 8))
+    assert [row[0] for row in shown.rows] == ["row", *"01234567"]
+
+
+def test_numbers_stand_to_the_right_and_words_to_the_left():
+    content = notebook.table(["path"], [["dense"], [1.5]])
+    sides = re.findall(r"text-align:(\w+)[^>]*>([^<]+)", content)
+    assert sides == [("left", "path"), ("left", "dense"), ("right", "1.5")]
+
+
 def test_memory_plan_is_a_table():
     row = MemoryRow(micro_batch_size=8, micro_batches=4, peak_bytes=3 * 2**29)
     assert read(MemoryPlan((row,))).rows == [

@@ -58,6 +58,7 @@ def test_what_loggers_are_for_is_not_shown():
     session = Session(2)
     logs = {"loss": 0.5, "gradient_norm": 1.0, "updates": 4, "applied": True}
     logs |= {"skipped_updates": 1, "loss_scale": 2.0, "has_begun": True}
+    logs |= {"micro_batches": 8, "samples": 64, "learning_rate": 0.1}
     with session.dispatcher.training():
         session.run_epoch(0, logs)
     assert session.output.endswith("4.0 s · loss 0.5\n")
@@ -206,6 +207,17 @@ def test_more_updates_than_promised_are_shown():
     assert "ETA -" not in session.output
 
 
+def test_speed_is_that_of_all_updates_but_the_first():
+    session = Session(2)
+    with session.dispatcher.training():
+        session.call("on_epoch_begin", 0)
+        session.run_updates(0, secs=50.0)
+        session.run_updates(1, 2, secs=1.0)
+        session.run_updates(3, secs=4.0)
+        session.call("on_epoch_end", 0, {"loss": 0.5})
+    assert "· 32 samples/s · 56.0 s ·" in session.output
+
+
 # --- Validation ---
 
 
@@ -249,6 +261,16 @@ def test_validation_within_the_epoch_stays_on_its_line():
         assert session.frames[-1].endswith("loss 0.5 · val_loss 0.75")
         session.run_epoch(1, {"loss": 0.5})
     assert session.frames[-1].endswith("loss 0.5")
+
+
+def test_line_of_an_epoch_ends_with_the_epoch_s_own_numbers():
+    session = Session(2)
+    with session.dispatcher.training():
+        session.call("on_epoch_begin", 0)
+        session.call("on_validation_end", 2, {"val_loss": 0.75})
+        session.run_updates(0, 1, 2, 3)
+        session.call("on_epoch_end", 0, {"loss": 0.5, "val_loss": 0.25})
+    assert session.output.endswith("· loss 0.5 · val_loss 0.25\n")
 
 
 # --- Ends, good and bad ---

@@ -1,5 +1,6 @@
 """What of progress a log file has, and what the cell of a notebook shows."""
 
+import dataclasses
 import functools
 import re
 import sys
@@ -9,6 +10,8 @@ import pytest
 from progressed import Session
 
 from accumtrainer.observers.logs import Logs
+from accumtrainer.observers.progress_line import Line
+from accumtrainer.observers.screens import make_bar
 
 # --- In a log file ---
 
@@ -92,6 +95,38 @@ def test_log_of_a_long_evaluation_tells_of_its_batches():
         "Evaluate · 30/40 batches",
         "Evaluate · 40/40 batches",
     ]
+
+
+@pytest.mark.parametrize(
+    ("heading", "running", "batch_end"),
+    [
+        ("Evaluate", "testing", "on_test_batch_end"),
+        ("Predict", "predicting", "on_predict_batch_end"),
+    ],
+)
+def test_log_of_a_second_one_begins_with_short_silences_again(
+    heading, running, batch_end
+):
+    session, counts = Session("auto", steps=40), []
+    for _ in range(2):
+        before = len(session.frames)
+        with getattr(session.dispatcher, running)():
+            for index in range(40):
+                session.clock.secs += 1
+                session.call(batch_end, index, {})
+        counts.append(len(session.frames) - before)
+    assert session.frames[0].startswith(f"{heading} · 10/40 batches")
+    assert counts == [3, 3]
+
+
+# --- In a terminal ---
+
+
+def test_bar_is_full_at_the_end_and_a_pulse_beyond_it():
+    line = Line(heading="", finished=4, total=4, unit="updates", details=())
+    assert make_bar(line, width=9, clock=float).percentage_completed == 100
+    beyond = dataclasses.replace(line, finished=5)
+    assert make_bar(beyond, width=9, clock=float).total is None
 
 
 # --- In a notebook ---
