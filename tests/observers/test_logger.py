@@ -78,6 +78,16 @@ def test_skipped_windows_count_only_among_the_skips():
     np.testing.assert_allclose(middle["loss"], expected, rtol=1e-6)
 
 
+def test_point_that_a_skip_puts_off_comes_with_the_next_update():
+    y = Y.copy()
+    y[5] = np.nan  # in the second window, after which a point would be due
+    logger = Points(Every(2, "updates"))
+    fit(logger, y=y, shuffle=False)
+    assert positions(logger.points) == [2, 4, 5]
+    assert [n["updates"] for _, n in logger.points] == [2, 4, 5]
+    assert logger.points[0][1]["skipped_updates"] == 1
+
+
 def test_skipped_window_alone_is_shown_as_it_is():
     logger = Points(Every(100, "updates"))
     fit(logger, y=np.full_like(Y, np.nan))
@@ -173,6 +183,14 @@ def test_validation_makes_points_of_its_own():
     assert last["val_loss"] == pytest.approx(
         trainer.evaluate(X, Y, verbose=0), rel=1e-6
     )
+
+
+def test_point_of_training_comes_before_the_validation_after_it():
+    logger = Points(Every(3, "updates"))
+    fit(logger, validation_data=(X, Y), validation_every=Every(3, "updates"))
+    names = ["val_loss" in numbers for _, numbers in logger.points]
+    assert positions(logger.points) == [3, 3, 6, 6]
+    assert names == [False, True, False, True]
 
 
 def test_every_set_that_is_validated_on_is_in_the_point():
