@@ -163,3 +163,20 @@ def test_download_asks_wandb_for_a_model(monkeypatch, tmp_path):
     monkeypatch.setattr(wandb, "Api", Api)
     wandb_artifacts._download("e/p/n:best", str(tmp_path))
     assert asked == [("e/p/n:best", "model"), str(tmp_path)]
+
+
+def test_checkpoint_of_an_earlier_training_is_not_sent_again(tmp_path):
+    checkpoint, trainer = Checkpoint(tmp_path / "saved"), make_trainer()
+    fit(trainer, checkpoint)
+    logger = make_logger(tmp_path / "runs", log_checkpoints=checkpoint)
+    with pytest.raises(RuntimeError, match="before the first update"):
+        fit(trainer, Refuse(), logger)
+    (run,) = written_runs(tmp_path / "runs")
+    assert saved(run) == []
+
+
+class Refuse(Callback):
+    """Raises before anything is trained."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        raise RuntimeError("before the first update")

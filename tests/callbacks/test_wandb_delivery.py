@@ -243,3 +243,23 @@ def test_nothing_is_said_where_nothing_is_wrong(trainer, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fit(trainer, make_logger(tmp_path))
+
+
+def test_training_that_begins_while_an_error_is_handled_ends_well(tmp_path):
+    try:
+        raise KeyError("the user's, who goes on")
+    except KeyError:
+        fit(make_trainer(), make_logger(tmp_path))
+    (run,) = written_runs(tmp_path)
+    assert run.exit_code == 0
+
+
+def test_trainer_that_is_put_back_begins_another_run(tmp_path):
+    trainer, logger = make_trainer(), make_logger(tmp_path / "runs")
+    trainer.save(tmp_path / "begun")
+    fit(trainer, logger)
+    trainer.restore(tmp_path / "begun")
+    fit(trainer, logger)
+    first, second = written_runs(tmp_path / "runs")
+    assert first.run.run_id != second.run.run_id
+    assert positions(second.history, "loss") == [6]
