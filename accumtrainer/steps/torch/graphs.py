@@ -155,7 +155,11 @@ class _Pieces:
                 break  # who has begun it goes on behind it
             on_true = _Pieces(module, nodes, compiles=compiles)
             on_false = _Pieces(module, nodes, compiles=compiles)
-            self._pieces.append(_Branch(predicate, (on_true, on_false)))
+            if predicate.op == "get_attr":  # always the same way
+                always = getattr(module, predicate.target)
+                self._pieces += (on_true if always else on_false)._pieces
+            else:
+                self._pieces.append(_Branch(predicate, (on_true, on_false)))
         if row:
             self._pieces.append(_Run(module, row))
 

@@ -125,7 +125,7 @@ class Pending(keras.StatelessScope):
         # Keras writes numbers, of which nothing knows how they were computed.
         value = value.detach()
         leaf = self._given.get(id(variable))
-        if leaf is not None:
+        if leaf is not None and leaf.requires_grad:
             value = value + (leaf - leaf.detach())
         self._updates[id(variable)] = variable, value
 
