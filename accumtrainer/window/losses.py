@@ -272,7 +272,7 @@ def _own_weights(weights: Tensor | None, y_pred: Tensor) -> Tensor | None:
         return ops.copy(weights)
     if len(weights.shape) + 1 == len(mask.shape):
         weights = ops.expand_dims(weights, -1)
-    return weights * ops.ones_like(mask, dtype=weights.dtype)
+    return ops.multiply(weights, ops.ones_like(mask, dtype=weights.dtype))
 
 
 def count_samples(nest: Nest) -> Tensor:

@@ -147,12 +147,13 @@ def _run(arguments, env, folder, outputs):
 
 
 def _paths(env):
-    """List where Python looks, without what pytest and tests have added."""
+    """List where Python looks, without what pytest and others have added."""
     told = env.get("PYTHONPATH", "").split(os.pathsep)
     installed = [
         path
         for path in sys.path
         if path.startswith((sys.prefix, sys.base_prefix))
+        and not path.endswith("_vendor")  # which setuptools adds
     ]
     return [*filter(None, told), *installed]
 
