@@ -213,9 +213,8 @@ def test_predictions_are_those_of_the_model_s_own_step(is_trained):
     if is_trained:
         trainer.fit(X, Y, validation_data=(X, Y), **ORDER)
     predicted = trainer.predict(X, verbose=0)
-    np.testing.assert_allclose(
-        predicted, 2 * ops.convert_to_numpy(trainer.model(X)), rtol=1e-5
-    )
+    expected = 2 * ops.convert_to_numpy(trainer.model(X))
+    np.testing.assert_allclose(predicted, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_own_step_predicts_for_a_model_that_has_no_variables_yet():
