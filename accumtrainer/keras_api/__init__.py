@@ -25,6 +25,9 @@ from accumtrainer.keras_api.types import (
 KERAS_NAME = os.environ.get("ACCUMTRAINER_KERAS", "keras")
 
 if KERAS_NAME == "keras":
+    import keras
+    from keras import ops, tree
+
     from accumtrainer.keras_api.keras3 import (
         ACTIVITY_LOSSES_ARE_MEANS,
         check_fit_support,
@@ -34,17 +37,15 @@ if KERAS_NAME == "keras":
         check_statistics_support,
         check_support,
         compile_losses,
-        keras,
         keras_mask,
         losses_of_layers,
         metric_names,
-        ops,
         read_metrics,
         set_keras_mask,
-        take_initial_epoch,
-        tree,
     )
 elif KERAS_NAME == "keras_core":
+    import keras_core as keras
+
     from accumtrainer.keras_api.keras_core import (
         ACTIVITY_LOSSES_ARE_MEANS,
         check_fit_support,
@@ -54,14 +55,12 @@ elif KERAS_NAME == "keras_core":
         check_statistics_support,
         check_support,
         compile_losses,
-        keras,
         keras_mask,
         losses_of_layers,
         metric_names,
         ops,
         read_metrics,
         set_keras_mask,
-        take_initial_epoch,
         tree,
     )
 else:
@@ -242,6 +241,23 @@ def copy_mask(source: Tensor, target: Tensor) -> Tensor:
     if mask is not None:
         set_keras_mask(target, mask)
     return target
+
+
+def take_initial_epoch(model: Model) -> int | None:
+    """Return the epoch at which a callback wants training to begin, if any.
+
+    `BackupAndRestore` leaves it in a private attribute of the model, where
+    `Model.fit` reads it. There it stays, and a later `fit` of the same model
+    would leave out as many epochs; so here it is taken out. Keras Core has no
+    such callback.
+
+    Returns:
+        Above 0, or `None`.
+    """
+    epoch = getattr(model, "_initial_epoch", None)
+    if epoch:
+        model._initial_epoch = None
+    return epoch or None
 
 
 def compiled_arguments(model: Model) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-from keras import ops, tree
+from keras import tree
 from keras.src.backend.common import masking
 
 from accumtrainer.keras_api.types import (
@@ -20,26 +20,6 @@ from accumtrainer.keras_api.types import (
     PairedLoss,
     Tensor,
 )
-
-__all__ = [
-    "ACTIVITY_LOSSES_ARE_MEANS",
-    "check_fit_support",
-    "check_loss_support",
-    "check_own_evaluation",
-    "check_replica_support",
-    "check_statistics_support",
-    "check_support",
-    "compile_losses",
-    "keras",
-    "keras_mask",
-    "losses_of_layers",
-    "metric_names",
-    "ops",
-    "read_metrics",
-    "set_keras_mask",
-    "take_initial_epoch",
-    "tree",
-]
 
 IS_JAX = keras.backend.backend() == "jax"
 
@@ -176,22 +156,6 @@ def metric_names(model: Model, of_losses: list[str] | None = None) -> list[str]:
         if metric is (compiled or model._loss_tracker):
             names += of_losses
     return names
-
-
-def take_initial_epoch(model: Model) -> int | None:
-    """Return the epoch at which a callback wants training to begin, if any.
-
-    `BackupAndRestore` leaves it in a private attribute of the model, where
-    `Model.fit` reads it. There it stays, and a later `fit` of the same model
-    would leave out as many epochs; so here it is taken out.
-
-    Returns:
-        Above 0, or `None`.
-    """
-    epoch = getattr(model, "_initial_epoch", None)
-    if epoch:
-        model._initial_epoch = None
-    return epoch or None
 
 
 def check_support(model: Model, optimizer: Optimizer) -> None:

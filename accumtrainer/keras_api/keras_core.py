@@ -26,26 +26,6 @@ from accumtrainer.keras_api.types import (
     Tensor,
 )
 
-__all__ = [
-    "ACTIVITY_LOSSES_ARE_MEANS",
-    "check_fit_support",
-    "check_loss_support",
-    "check_own_evaluation",
-    "check_replica_support",
-    "check_statistics_support",
-    "check_support",
-    "compile_losses",
-    "keras",
-    "keras_mask",
-    "losses_of_layers",
-    "metric_names",
-    "ops",
-    "read_metrics",
-    "set_keras_mask",
-    "take_initial_epoch",
-    "tree",
-]
-
 IS_JAX = keras.backend.backend() == "jax"
 
 ACTIVITY_LOSSES_ARE_MEANS = False
@@ -245,11 +225,6 @@ def metric_names(model: Model, of_losses: list[str] | None = None) -> list[str]:
 
 
 # What cannot be made right is refused.
-
-
-def take_initial_epoch(model: Model) -> None:
-    """Return no epoch: Keras Core has no callback that goes on at one."""
-    del model
 
 
 def check_support(model: Model, optimizer: Optimizer) -> None:
