@@ -1,14 +1,13 @@
 """Runs windows and evaluations for a Trainer, and counts what has run."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 from accumtrainer import errors
 from accumtrainer.config import Accumulation
 from accumtrainer.data.batches import Batch, Window, map_leaves
-from accumtrainer.data.source import Source
 from accumtrainer.diagnosis.bare_losses import check_bare_losses
 from accumtrainer.diagnosis.equivalence import Equivalence, EquivalenceCheck
 from accumtrainer.diagnosis.inspection import Inspection, Replay
@@ -16,8 +15,7 @@ from accumtrainer.diagnosis.moving_state import notes_of_state
 from accumtrainer.diagnosis.trials import Trials
 from accumtrainer.keras_api import BACKEND, keras, metric_names
 from accumtrainer.keras_api.rebuild import rebuild
-from accumtrainer.keras_api.types import Nest, Variable
-from accumtrainer.observers.callback import Dispatcher
+from accumtrainer.keras_api.types import Variable
 from accumtrainer.observers.logs import Logs
 from accumtrainer.progress import Progress
 from accumtrainer.saving.snapshot import Snapshot
@@ -51,6 +49,7 @@ class Engine:
 
     Attributes:
         counting: counts what has run.
+        evaluator: evaluates and predicts.
         lasting: what a snapshot has of it.
         replicas: those that share windows out.
         last_window: the one that was run last, `None` before the first.
@@ -108,10 +107,13 @@ class Engine:
             per_example=self._accumulation.per_example,
         )
         self.lasting = LastingState(self._window_parts, self.replicas.scope)
-        self._evaluator = Evaluator(
-            self._window_parts, self._backend, jit_compile=self._jit_compile
-        )
         self._sizing = make_sizing(self._accumulation, self._backend)
+        self.evaluator = Evaluator(
+            self._window_parts,
+            self._backend,
+            self._sizing,
+            jit_compile=self._jit_compile,
+        )
         self._program: Any = None
         self._step: Any = None
         self._plan: Any = None
@@ -157,11 +159,6 @@ class Engine:
     def trained_names(self) -> list[str]:
         """Names of losses and metrics of windows, as Keras orders them."""
         return metric_names(self._model, names_of(self._program.survey.losses))
-
-    @property
-    def evaluated_names(self) -> list[str]:
-        """Names of losses and metrics evaluated, as Keras orders them."""
-        return self._evaluator.names
 
     @property
     def has_begun(self) -> bool:
@@ -238,7 +235,7 @@ class Engine:
                 has_own_loss=has_own_loss(self._hooks),
             )
             if is_first:
-                self._evaluator.build_model(Batch(micro_batch.x))
+                self.evaluator.build_model(Batch(micro_batch.x))
                 warn_of_nothing_to_train(self._model)
             if self._sizing.is_undecided:
                 # One sample tells as much as many do.
@@ -463,28 +460,6 @@ class Engine:
     def epoch_logs(self) -> dict[str, Any]:
         """Read the epoch so far, without its skipped windows."""
         return self._last_report.epoch_logs()
-
-    def evaluate(
-        self,
-        source: Source,
-        dispatcher: Dispatcher,
-        rest: Callable[[], None] | None = None,
-    ) -> dict[str, Any]:
-        """Evaluate on some data; see `Evaluator`."""
-        return self._evaluator.evaluate(
-            source, dispatcher, rows_per_pass=self.rows_per_pass, rest=rest
-        )
-
-    def predict(
-        self,
-        source: Source,
-        dispatcher: Dispatcher,
-        rest: Callable[[], None] | None = None,
-    ) -> Nest:
-        """Predict for some data; see `Evaluator`."""
-        return self._evaluator.predict(
-            source, dispatcher, rows_per_pass=self.rows_per_pass, rest=rest
-        )
 
     def _accumulates(self, window: Window) -> bool:
         """Whether windows of more than one micro-batch are to be expected."""

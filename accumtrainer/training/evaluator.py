@@ -22,6 +22,7 @@ from accumtrainer.steps import (
 from accumtrainer.training.input_checks import compile_option, has_own_loss
 from accumtrainer.training.own_evaluation import OwnEvaluation, evaluates_itself
 from accumtrainer.training.predictions import Predictions
+from accumtrainer.training.sizing import AutoSize, GivenSize
 from accumtrainer.window.evaluation import EvaluationProgram
 from accumtrainer.window.objective import names_of
 from accumtrainer.window.parts import WindowParts
@@ -33,6 +34,7 @@ class Evaluator:
     Args:
         parts: whose losses and predictions they are.
         backend: what they run on.
+        sizing: says how many samples run at a time.
         jit_compile: whether XLA compiles.
     """
 
@@ -40,6 +42,7 @@ class Evaluator:
         self,
         parts: WindowParts,
         backend: Backend,
+        sizing: GivenSize | AutoSize,
         *,
         jit_compile: bool | Literal["auto"],
     ):
@@ -49,6 +52,7 @@ class Evaluator:
         self._evaluates_itself = evaluates_itself(parts.hooks)
         self._jit_compile = jit_compile
         self._backend = backend
+        self._sizing = sizing
         self._program = EvaluationProgram(parts)
         self._step = EvaluationStep(
             self._program,
@@ -71,8 +75,6 @@ class Evaluator:
         self,
         source: Source,
         dispatcher: Dispatcher,
-        *,
-        rows_per_pass: int | None,
         rest: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
         """Evaluate one source.
@@ -80,7 +82,6 @@ class Evaluator:
         Args:
             source: the data.
             dispatcher: tells about it.
-            rows_per_pass: samples to run at a time; `None` for any number.
             rest: is called after every loader batch.
         """
         if self._evaluates_itself:
@@ -92,7 +93,7 @@ class Evaluator:
         with dispatcher.testing(), self._written_back_at_the_end():
             for index, item in enumerate(items):
                 dispatcher.call("on_test_batch_begin", index, {})
-                window = self._slice(source, item, rows_per_pass)
+                window = self._slice(source, item)
                 if is_first:
                     self._check_text(window.split()[0])
                 for batch in window.split():
@@ -132,8 +133,6 @@ class Evaluator:
         self,
         source: Source,
         dispatcher: Dispatcher,
-        *,
-        rows_per_pass: int | None,
         rest: Callable[[], None] | None = None,
     ) -> Nest:
         """Predict for one source; the arguments are those of `evaluate`.
@@ -149,7 +148,7 @@ class Evaluator:
         with dispatcher.predicting(), self._written_back_at_the_end():
             for index, item in enumerate(items):
                 dispatcher.call("on_predict_batch_begin", index, {})
-                window = self._slice(source, item, rows_per_pass)
+                window = self._slice(source, item)
                 for batch in window.split():
                     if not outputs:
                         self._check_text(Batch(batch.x))
@@ -210,12 +209,10 @@ class Evaluator:
         finally:
             self._backend.write_back()
 
-    def _slice(
-        self, source: Source, item: Any, rows_per_pass: int | None
-    ) -> Window:
+    def _slice(self, source: Source, item: Any) -> Window:
         """Cut a loader batch into what fits.
 
         A loss that compares examples must see those of a batch together.
         """
-        size = None if self._has_window_loss else rows_per_pass
+        size = None if self._has_window_loss else self._sizing.rows_per_pass
         return source.window([item], size)

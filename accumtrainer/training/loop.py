@@ -490,7 +490,7 @@ class FitLoop:
 
     def _validate(self) -> None:
         def evaluate(source: Source) -> dict[str, Any]:
-            return self._engine.evaluate(source, self._dispatcher)
+            return self._engine.evaluator.evaluate(source, self._dispatcher)
 
         self._validation_logs = self._validation.run(evaluate)
         self._dispatcher.call(
