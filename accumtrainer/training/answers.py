@@ -71,7 +71,7 @@ class Answers(Hooks):
         They are fetched from the device when somebody looks at them, also
         later, when further windows have run.
         """
-        return self._engine.window_logs
+        return Logs(self._engine.last_report.window_logs)
 
     def log_media(self, name: str, value: Any) -> None:
         """Have the loggers of the running `fit` log what is no number.
@@ -98,7 +98,7 @@ class Answers(Hooks):
         They hold what `on_accumulate` is given, micro-batch by micro-batch,
         and are fetched from the device when somebody looks at them.
         """
-        return self._engine.micro_batch_logs
+        return Logs(self._engine.last_report.micro_batches)
 
     @property
     def last_window(self) -> Window | None:

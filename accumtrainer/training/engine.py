@@ -16,7 +16,6 @@ from accumtrainer.diagnosis.trials import Trials
 from accumtrainer.keras_api import BACKEND, keras, metric_names
 from accumtrainer.keras_api.rebuild import rebuild
 from accumtrainer.keras_api.types import Variable
-from accumtrainer.observers.logs import Logs
 from accumtrainer.progress import Progress
 from accumtrainer.saving.snapshot import Snapshot
 from accumtrainer.steps import Plan, Report, Step, choose_plan, make_backend
@@ -53,6 +52,8 @@ class Engine:
         lasting: what a snapshot has of it.
         replicas: those that share windows out.
         last_window: the one that was run last, `None` before the first.
+        last_report: `Report` of a window that has run since training began or
+            was restored, of the last one; `None` before.
         data_seconds: seconds spent so far on waiting for windows.
     """
 
@@ -76,10 +77,10 @@ class Engine:
         self._run_eagerly = run_eagerly
         self._before: Any = None
         self._set_up()
-        self._last_report: Any = None
+        self.last_report: Any = None
         self._in_flight = InFlight()
         self.counting = Counting(
-            lambda: self._last_report.section("counters"),
+            lambda: self.last_report.section("counters"),
             max_consecutive_skips,
         )
         self.last_window: Any = None
@@ -371,7 +372,7 @@ class Engine:
             skips = keras.ops.convert_to_numpy(self._state.consecutive_skips)
             progress = Progress.from_dict(saved.progress)
             self.counting.restore(progress, int(skips))
-            self._last_report = None
+            self.last_report = None
 
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch's running means."""
@@ -396,7 +397,7 @@ class Engine:
                     raise self._program.raised_at_once(
                         error, window.split()
                     ) from None
-        self._last_report, self.last_window = report, window
+        self.last_report, self.last_window = report, window
         if self._backend.runs_ahead:
             self._in_flight.add(report, window.size_bytes)
         self.counting.add_window()
@@ -421,23 +422,8 @@ class Engine:
     def finish_epoch(self) -> None:
         """Count an epoch that has run."""
         self.counting.add_epoch()
-        if self.has_report:
+        if self.last_report is not None:
             self.counting.check_skips()
-
-    @property
-    def has_report(self) -> bool:
-        """Whether a window has run since training began or was restored."""
-        return self._last_report is not None
-
-    @property
-    def window_logs(self) -> Logs:
-        """`Logs` of the last window alone, fetched when somebody looks."""
-        return Logs(self._last_report.window_logs)
-
-    @property
-    def micro_batch_logs(self) -> Logs:
-        """`Logs` of the last window's micro-batches, arrays `[k]`."""
-        return Logs(self._last_report.micro_batches)
 
     def inspect(self, window: Window) -> Inspection:
         """Run a window again without effect; see `Trainer.inspect`."""
@@ -450,16 +436,12 @@ class Engine:
         self.write_back()
         loss_scale = 1.0
         before = int(keras.ops.convert_to_numpy(self._state.micro_batches))
-        if self.has_report and window is self.last_window:
-            loss_scale = self.window_logs["loss_scale"]
+        if self.last_report and window is self.last_window:
+            loss_scale = self.last_report.window_logs()["loss_scale"]
             before -= window.micro_batches
         return Replay(self._window_parts).inspect(
             window, loss_scale=loss_scale, micro_batches_before=before
         )
-
-    def epoch_logs(self) -> dict[str, Any]:
-        """Read the epoch so far, without its skipped windows."""
-        return self._last_report.epoch_logs()
 
     def _accumulates(self, window: Window) -> bool:
         """Whether windows of more than one micro-batch are to be expected."""

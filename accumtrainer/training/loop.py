@@ -391,9 +391,8 @@ class FitLoop:
         return is_complete
 
     def _epoch_logs(self) -> dict[str, Any]:
-        if self._engine.has_report:
-            return self._engine.epoch_logs()
-        return self._start.last_logs
+        report = self._engine.last_report
+        return self._start.last_logs if report is None else report.epoch_logs()
 
     def _run_windows(self, upcoming: Iterator[Window]) -> bool:
         """Run the windows of an epoch until there are no more, or an end is.
@@ -451,9 +450,8 @@ class FitLoop:
         counting.add(window.micro_batches, window.samples)
         counting.set_seconds(self._start.before.seconds + self._clock.seconds)
         if dispatcher.listens("on_apply"):
-            dispatcher.call(
-                "on_apply", counting.progress.updates, engine.window_logs
-            )
+            logs = Logs(report.window_logs)
+            dispatcher.call("on_apply", counting.progress.updates, logs)
         logs = Logs(report.running_logs)
         dispatcher.call("on_train_batch_end", index, logs)
         self._tell_of_plan()
