@@ -30,7 +30,7 @@ from accumtrainer.training.engine import Engine
 from accumtrainer.training.fit_options import FitOptions
 from accumtrainer.training.input_checks import InputChecks
 from accumtrainer.training.signals import Interruption
-from accumtrainer.training.start import FreshStart, SavedStart
+from accumtrainer.training.start import Start, start_from
 from accumtrainer.training.validation import Validation, metrics_kept
 
 
@@ -121,11 +121,12 @@ class FitLoop:
         self._interruption.check()  # of while callbacks were closed
         return self._dispatcher.history
 
-    def _find_start(self) -> FreshStart:
+    def _find_start(self) -> Start:
         if self._saved is None:
-            epoch = self._options.initial_epoch
-            return FreshStart(epoch, self._engine.counting.progress)
-        return SavedStart(
+            begun = self._engine.counting.progress
+            position = Position(epoch=self._options.initial_epoch)
+            return Start(position=position, before=begun, validated=begun)
+        return start_from(
             self._saved,
             self._source,
             self._trainer.model,
