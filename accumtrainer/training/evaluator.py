@@ -20,7 +20,10 @@ from accumtrainer.steps import (
     should_compile_evaluation,
 )
 from accumtrainer.training.input_checks import compile_option, has_own_loss
-from accumtrainer.training.own_evaluation import OwnEvaluation, evaluates_itself
+from accumtrainer.training.own_evaluation import (
+    evaluate_by_itself,
+    evaluates_itself,
+)
 from accumtrainer.training.predictions import Predictions
 from accumtrainer.training.sizing import AutoSize, GivenSize
 from accumtrainer.window.evaluation import EvaluationProgram
@@ -124,9 +127,9 @@ class Evaluator:
             )
         check_own_evaluation()
         self._backend.write_back()
-        evaluation = OwnEvaluation(self._model, dispatcher, rest)
         with dispatcher.testing():
-            dispatcher.last_logs = logs = evaluation.run(source)
+            logs = evaluate_by_itself(self._model, source, dispatcher, rest)
+            dispatcher.last_logs = logs
         return logs
 
     def predict(
