@@ -155,8 +155,7 @@ class ArraySource(Source):
 
     def _weighed(self, data: Batch) -> Batch:
         """Give every output the weights of its samples."""
-        if self._options.class_weight is not None:
-            data = weigh_classes(data, self._options.class_weight)
+        data = weigh_classes(data, self._options.class_weight)
         return _spread_sample_weight(data)
 
     def _gather(self, rows: np.ndarray) -> Batch:
