@@ -345,7 +345,6 @@ class Trainer(Answers):
             self,
             engine,
             options,
-            accumulation=self.accumulation,
             source=source,
             validation=validation,
             dispatcher=dispatcher,

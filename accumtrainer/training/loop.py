@@ -41,7 +41,6 @@ class FitLoop:
         trainer: whose fit it is.
         engine: runs its windows.
         options: how long it trains, and how it is validated.
-        accumulation: how windows are made of loader batches.
         source: the training data.
         validation: the data to validate on.
         dispatcher: tells callbacks.
@@ -56,7 +55,6 @@ class FitLoop:
         engine: Engine,
         options: FitOptions,
         *,
-        accumulation: Accumulation,
         source: Source,
         validation: Validation,
         dispatcher: Dispatcher,
@@ -66,7 +64,7 @@ class FitLoop:
         self._trainer = trainer
         self._engine = engine
         self._options = options
-        self._accumulation = accumulation
+        self._accumulation: Accumulation = trainer.accumulation
         self._source = source
         self._validation = validation
         self._dispatcher = dispatcher
