@@ -1,7 +1,7 @@
 """Evaluates and predicts over whole sources, and tells callbacks of it."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -93,7 +93,9 @@ class Evaluator:
         model = self._model
         model.stop_evaluating = False
         items = items_of_all(source, self._backend.replicas)
-        with dispatcher.testing(), self._written_back_at_the_end():
+        with dispatcher.testing(), contextlib.ExitStack() as at_the_end:
+            # The model is left current, however a round of the data ends.
+            at_the_end.callback(self._backend.write_back)
             for index, item in enumerate(items):
                 dispatcher.call("on_test_batch_begin", index, {})
                 window = self._slice(source, item)
@@ -148,7 +150,9 @@ class Evaluator:
         model = self._model
         model.stop_predicting = False
         items = items_of_all(source, self._backend.replicas)
-        with dispatcher.predicting(), self._written_back_at_the_end():
+        with dispatcher.predicting(), contextlib.ExitStack() as at_the_end:
+            # The model is left current, however a round of the data ends.
+            at_the_end.callback(self._backend.write_back)
             for index, item in enumerate(items):
                 dispatcher.call("on_predict_batch_begin", index, {})
                 window = self._slice(source, item)
@@ -203,14 +207,6 @@ class Evaluator:
         if self._backend.replicas.processes == 1:
             return flag
         return bool(self._backend.replicas.gather([bool(flag)]).any())
-
-    @contextlib.contextmanager
-    def _written_back_at_the_end(self) -> Iterator[None]:
-        """Leave the model current, however a round of the data ends."""
-        try:
-            yield
-        finally:
-            self._backend.write_back()
 
     def _slice(self, source: Source, item: Any) -> Window:
         """Cut a loader batch into what fits.

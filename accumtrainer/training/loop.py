@@ -101,7 +101,9 @@ class FitLoop:
         self._clock.start(self._start.seconds)
         with self._interruption.deferred(), self._dispatcher.training():
             self._callback_states = CallbackStates(self._dispatcher.callbacks)
-            with self._written_back_at_the_end(), self._saved_on_errors():
+            with contextlib.ExitStack() as at_the_end, self._saved_on_errors():
+                # The model is left current, however training ends.
+                at_the_end.callback(self._engine.write_back)
                 upcoming = self._begun_elsewhere() or upcoming
                 if not self._start.is_amid_epoch:
                     self._restore()
@@ -241,14 +243,6 @@ class FitLoop:
                 except Exception as failure:
                     error.add_note(f"While saving: {failure!r}")
             raise
-
-    @contextlib.contextmanager
-    def _written_back_at_the_end(self) -> Iterator[None]:
-        """Leave the model current, however training ends."""
-        try:
-            yield
-        finally:
-            self._engine.write_back()
 
     def _describe(self, first: Window) -> str:
         return describe(
