@@ -30,11 +30,9 @@ if KERAS_NAME == "keras":
 
     from accumtrainer.keras_api.keras3 import (
         ACTIVITY_LOSSES_ARE_MEANS,
-        check_fit_support,
+        check_feature,
         check_loss_support,
-        check_own_evaluation,
         check_replica_support,
-        check_statistics_support,
         check_support,
         compile_losses,
         keras_mask,
@@ -48,11 +46,9 @@ elif KERAS_NAME == "keras_core":
 
     from accumtrainer.keras_api.keras_core import (
         ACTIVITY_LOSSES_ARE_MEANS,
-        check_fit_support,
+        check_feature,
         check_loss_support,
-        check_own_evaluation,
         check_replica_support,
-        check_statistics_support,
         check_support,
         compile_losses,
         keras_mask,
@@ -75,11 +71,9 @@ __all__ = [
     "BACKEND",
     "KERAS_NAME",
     "OTHER_KERAS_NAME",
-    "check_fit_support",
+    "check_feature",
     "check_loss_support",
-    "check_own_evaluation",
     "check_replica_support",
-    "check_statistics_support",
     "call_predict_step",
     "check_support",
     "compile_losses",

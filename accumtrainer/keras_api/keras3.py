@@ -163,12 +163,8 @@ def check_support(model: Model, optimizer: Optimizer) -> None:
     del model, optimizer
 
 
-def check_fit_support() -> None:
-    """Refuse to work inside `Model.fit`: not in Keras 3."""
-
-
-def check_own_evaluation() -> None:
-    """Refuse models that evaluate themselves: not in Keras 3."""
+def check_feature(name: str) -> None:
+    """Refuse what cannot be done with this Keras: nothing, in Keras 3."""
 
 
 def check_loss_support(loss: Any) -> None:
@@ -178,7 +174,3 @@ def check_loss_support(loss: Any) -> None:
 def check_replica_support(replicas: int) -> None:
     """Refuse models of several replicas: not in Keras 3."""
     del replicas
-
-
-def check_statistics_support() -> None:
-    """Refuse layers that pool batch statistics: not in Keras 3."""

@@ -265,28 +265,32 @@ def check_support(model: Model, optimizer: Optimizer) -> None:
             )
 
 
-def check_fit_support() -> NoReturn:
-    """Refuse to work inside `Model.fit`.
+REFUSED_FEATURES = {
+    # What `fit` hands to the train function, and when, is not as in Keras 3.
+    "fit": errors.KERAS_CORE_FIT,
+    # Sums of batch statistics must stay float32, and `add_weight` has no
+    # `autocast` for that.
+    "statistics": errors.KERAS_CORE_STATISTICS,
+}
+if IS_JAX:
+    # `Model.evaluate` builds metrics with the first batch that a generator
+    # yields, and then leaves it out.
+    REFUSED_FEATURES["evaluation"] = errors.KERAS_CORE_EVALUATION
 
-    What it hands to the train function, and when, is not as in Keras 3.
+
+def check_feature(name: str) -> None:
+    """Refuse what cannot be done with Keras Core.
+
+    Args:
+        name: `"fit"`, to work inside `Model.fit`; `"evaluation"`, of models
+            that evaluate themselves; or `"statistics"`, layers that pool those
+            of batches.
 
     Raises:
-        ValueError: always.
+        ValueError: it is one of `REFUSED_FEATURES`.
     """
-    raise ValueError(errors.KERAS_CORE_FIT)
-
-
-def check_own_evaluation() -> None:
-    """Refuse models that evaluate themselves, on JAX.
-
-    `Model.evaluate` builds metrics with the first batch that a generator
-    yields, and then leaves it out.
-
-    Raises:
-        ValueError: on JAX.
-    """
-    if IS_JAX:
-        raise ValueError(errors.KERAS_CORE_EVALUATION)
+    if name in REFUSED_FEATURES:
+        raise ValueError(REFUSED_FEATURES[name])
 
 
 def check_replica_support(replicas: int) -> NoReturn:
@@ -296,17 +300,6 @@ def check_replica_support(replicas: int) -> NoReturn:
             replicas=replicas, received="a model of Keras Core"
         )
     )
-
-
-def check_statistics_support() -> NoReturn:
-    """Refuse layers that pool batch statistics.
-
-    Their sums must stay float32, and `add_weight` has no `autocast` for that.
-
-    Raises:
-        ValueError: always.
-    """
-    raise ValueError(errors.KERAS_CORE_STATISTICS)
 
 
 def check_loss_support(loss: Any) -> None:

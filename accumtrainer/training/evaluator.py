@@ -10,7 +10,7 @@ from accumtrainer import errors
 from accumtrainer.data.batches import Batch, Window
 from accumtrainer.data.processes import items_of_all
 from accumtrainer.data.source import Source
-from accumtrainer.keras_api import check_own_evaluation, metric_names, tree
+from accumtrainer.keras_api import check_feature, metric_names, tree
 from accumtrainer.keras_api.types import Nest
 from accumtrainer.observers.callback import Dispatcher
 from accumtrainer.observers.logs import Logs
@@ -127,7 +127,7 @@ class Evaluator:
                     processes=self._backend.replicas.processes,
                 )
             )
-        check_own_evaluation()
+        check_feature("evaluation")
         self._backend.write_back()
         with dispatcher.testing():
             logs = evaluate_by_itself(self._model, source, dispatcher, rest)
