@@ -15,6 +15,7 @@ from typing import Any
 from accumtrainer import errors
 from accumtrainer.keras_api.types import (
     Layer,
+    Metric,
     Model,
     Nest,
     Optimizer,
@@ -38,7 +39,6 @@ if KERAS_NAME == "keras":
         keras_mask,
         losses_of_layers,
         metric_names,
-        read_metrics,
         set_keras_mask,
     )
 elif KERAS_NAME == "keras_core":
@@ -55,7 +55,6 @@ elif KERAS_NAME == "keras_core":
         losses_of_layers,
         metric_names,
         ops,
-        read_metrics,
         set_keras_mask,
         tree,
     )
@@ -252,6 +251,35 @@ def take_initial_epoch(model: Model) -> int | None:
     if epoch:
         model._initial_epoch = None
     return epoch or None
+
+
+def read_metrics(model: Model, leaving_out: list[Metric]) -> dict[str, Any]:
+    """Read the metrics of a model as `Model.get_metrics_result` does.
+
+    That fails where what was given to `compile` has not seen any data, and
+    has a private name. A method of the model's own is asked on Keras 3 alone.
+
+    Args:
+        leaving_out: list of metrics not to read.
+
+    Returns:
+        Dict from name to tensor, or to a dict of such.
+    """
+    method = type(model).get_metrics_result
+    if KERAS_NAME == "keras" and method is not keras.Model.get_metrics_result:
+        names = [metric.name for metric in leaving_out]
+        every = model.get_metrics_result()
+        return {k: v for k, v in every.items() if k not in names}
+    compiled = model._compile_metrics
+    results: dict[str, Any] = {}
+    for metric in model.metrics:
+        is_empty = metric is compiled and not metric.built
+        if is_empty or any(metric is other for other in leaving_out):
+            continue
+        result = metric.result()
+        is_dict = isinstance(result, dict)
+        results |= result if is_dict else {metric.name: result}
+    return results
 
 
 def compiled_arguments(model: Model) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from keras import tree
 from keras.src.backend.common import masking
 
 from accumtrainer.keras_api.types import (
-    Metric,
     Model,
     Nest,
     Optimizer,
@@ -105,34 +104,6 @@ def _sort_dicts(nest: Nest) -> Nest:
     return nest
 
 
-def read_metrics(model: Model, leaving_out: list[Metric]) -> dict[str, Any]:
-    """Read the metrics of a model as `Model.get_metrics_result` does.
-
-    That fails where what was given to `compile` has not seen any data, and
-    has a private name.
-
-    Args:
-        leaving_out: list of metrics not to read.
-
-    Returns:
-        Dict from name to tensor, or to a dict of such.
-    """
-    if type(model).get_metrics_result is not keras.Model.get_metrics_result:
-        names = [metric.name for metric in leaving_out]
-        every = model.get_metrics_result()
-        return {k: v for k, v in every.items() if k not in names}
-    compiled = model._compile_metrics
-    results: dict[str, Any] = {}
-    for metric in model.metrics:
-        is_empty = metric is compiled and not metric.built
-        if is_empty or any(metric is other for other in leaving_out):
-            continue
-        result = metric.result()
-        is_dict = isinstance(result, dict)
-        results |= result if is_dict else {metric.name: result}
-    return results
-
-
 def metric_names(model: Model, of_losses: list[str] | None = None) -> list[str]:
     """Name the metrics of a model in the order of what Keras returns.
 
@@ -160,7 +131,6 @@ def metric_names(model: Model, of_losses: list[str] | None = None) -> list[str]:
 
 def check_support(model: Model, optimizer: Optimizer) -> None:
     """Refuse what Keras computes wrongly: nothing, in Keras 3."""
-    del model, optimizer
 
 
 def check_feature(name: str) -> None:
@@ -173,4 +143,3 @@ def check_loss_support(loss: Any) -> None:
 
 def check_replica_support(replicas: int) -> None:
     """Refuse models of several replicas: not in Keras 3."""
-    del replicas

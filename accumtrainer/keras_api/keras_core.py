@@ -18,7 +18,6 @@ from keras_core.src import backend
 from accumtrainer import errors
 from accumtrainer.keras_api.types import (
     Layer,
-    Metric,
     Model,
     Nest,
     Optimizer,
@@ -203,19 +202,6 @@ def _output_names(y_pred: Nest) -> list[str]:
 
 
 # Metrics.
-
-
-def read_metrics(model: Model, leaving_out: list[Metric]) -> dict[str, Any]:
-    """Read the metrics of a model; see `on_keras.py`."""
-    results: dict[str, Any] = {}
-    for metric in model.metrics:
-        is_empty = metric is model._compile_metrics and not metric.built
-        if is_empty or any(metric is other for other in leaving_out):
-            continue
-        result = metric.result()
-        is_dict = isinstance(result, dict)
-        results |= result if is_dict else {metric.name: result}
-    return results
 
 
 def metric_names(model: Model, of_losses: list[str] | None = None) -> list[str]:
