@@ -171,8 +171,7 @@ class PyDatasetSource(Source):
 def _num_batches(dataset: Any) -> int | None:
     """Return the length of a PyDataset, `None` when it is infinite."""
     try:
-        batches: int | None = dataset.num_batches
-        return batches
+        return dataset.num_batches
     except (NotImplementedError, TypeError):
         # PyDataset raises the first when there is no length at all, and
         # `len` the second when `__len__` returned None.

@@ -72,8 +72,7 @@ class Start:
         """Count the updates made; waits for the device."""
         if self.snapshot is None:
             return engine.counting.progress.updates
-        made: int = self.snapshot.progress["updates"]
-        return made
+        return self.snapshot.progress["updates"]
 
 
 def start_from(
