@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from accumtrainer.keras_api import (
-    check_statistics_support,
+    check_feature,
     flatten_layers,
     keras,
     ops,
@@ -96,7 +96,7 @@ class AccumulatedBatchNormalization(
     """
 
     def __init__(self, *args: Any, **options: Any):
-        check_statistics_support()
+        check_feature("statistics")
         for name in ("synchronized", "renorm"):
             if options.get(name):
                 raise ValueError(

@@ -36,11 +36,7 @@ class PlainOptions:
                     f"Received: {name}={value!r}, a function. Use a number, "
                     "or a dict {first_epoch: steps}."
                 )
-            if isinstance(value, Mapping):
-                plain = {str(k): _plain(item) for k, item in value.items()}
-                values[name] = plain
-            else:
-                values[name] = _plain(value)
+            values[name] = _plain(value)
         return values
 
     @classmethod
@@ -74,7 +70,9 @@ class PlainOptions:
 
 
 def _plain(value: Any) -> Any:
-    """Turn a number of NumPy into one that JSON knows."""
+    """Turn numbers of NumPy and keys of mappings into what JSON knows."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
     return value.item() if isinstance(value, np.generic) else value
 
 

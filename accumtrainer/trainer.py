@@ -94,7 +94,10 @@ class Trainer(Answers):
         seed: int | None = None,
         **others: Any,
     ):
-        _refuse_of_constructor(type(self).__name__, others)
+        elsewhere = (Trainer.fit, "fit({name}=)")
+        refuse_arguments(
+            type(self).__name__, others, Trainer.__init__, elsewhere
+        )
         check_subclass(type(self), Trainer)
         check_model(model)
         check_options(
@@ -266,7 +269,8 @@ class Trainer(Answers):
                 were.
             Preempted: a signal that a callback wants heeded has arrived.
         """
-        _refuse_of_fit(others)
+        elsewhere = (Trainer.__init__, "Trainer({name}=)")
+        refuse_arguments("fit", others, Trainer.fit, elsewhere)
         options = FitOptions(
             epochs=epochs,
             initial_epoch=initial_epoch,
@@ -341,7 +345,6 @@ class Trainer(Answers):
             self,
             engine,
             options,
-            accumulation=self.accumulation,
             source=source,
             validation=validation,
             dispatcher=dispatcher,
@@ -478,16 +481,6 @@ class Trainer(Answers):
         return as_keras_returns(
             report.running(), engine.trained_names, return_dict
         )
-
-
-def _refuse_of_constructor(owner: str, others: dict[str, Any]) -> None:
-    elsewhere = (Trainer.fit, "fit({name}=)")
-    refuse_arguments(owner, others, Trainer.__init__, elsewhere)
-
-
-def _refuse_of_fit(others: dict[str, Any]) -> None:
-    elsewhere = (Trainer.__init__, "Trainer({name}=)")
-    refuse_arguments("fit", others, Trainer.fit, elsewhere)
 
 
 def _say(line: str) -> None:

@@ -14,7 +14,6 @@ from accumtrainer.data.batches import (
     map_leaves,
     slice_sizes,
     take_rows,
-    window_of_batches,
     window_of_rows,
 )
 from accumtrainer.data.position import Position
@@ -143,7 +142,7 @@ class ArraySource(Source):
     ) -> Window:
         """Gather all rows of a window at once."""
         if self._preprocessing is not None:
-            return window_of_batches(items, micro_batch_size)
+            return super().window(items, micro_batch_size)
         sizes = tuple(len(item) for item in items)
         if micro_batch_size is not None:
             (size,) = sizes
@@ -156,8 +155,7 @@ class ArraySource(Source):
 
     def _weighed(self, data: Batch) -> Batch:
         """Give every output the weights of its samples."""
-        if self._options.class_weight is not None:
-            data = weigh_classes(data, self._options.class_weight)
+        data = weigh_classes(data, self._options.class_weight)
         return _spread_sample_weight(data)
 
     def _gather(self, rows: np.ndarray) -> Batch:

@@ -38,18 +38,14 @@ class BatchReader:
             epoch: index of the epoch.
             index: index of the batch in the epoch.
         """
-        return self._weigh(self._unpack(item, epoch, index))
+        batch = self._unpack(item, epoch, index)
+        return weigh_classes(batch, self._class_weight)
 
     def _unpack(self, item: Any, epoch: int, index: int) -> Batch:
         if self._preprocessing is None:
             return unpack(item)
         place = (self._seed, self.epochs_before + epoch, index)
         return self._preprocessing(item, *place)
-
-    def _weigh(self, batch: Batch) -> Batch:
-        if self._class_weight is None:
-            return batch
-        return weigh_classes(batch, self._class_weight)
 
     def read(self, item: Any, epoch: int, index: int) -> Batch:
         """Read an item as `batch_of` does, and check it.
@@ -90,7 +86,7 @@ class BatchReader:
                     received=received or "no array", batch=index, epoch=epoch
                 )
             )
-        return self._weigh(batch)
+        return weigh_classes(batch, self._class_weight)
 
 
 def _difference(before: dict[tuple, int], now: dict[tuple, int]) -> str:

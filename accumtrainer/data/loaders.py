@@ -2,7 +2,7 @@
 
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count, islice
 from typing import Any, Protocol, runtime_checkable
@@ -11,7 +11,7 @@ import numpy as np
 
 from accumtrainer import errors
 from accumtrainer.data.batch_reader import BatchReader
-from accumtrainer.data.batches import Batch, Window, window_of_batches
+from accumtrainer.data.batches import Batch
 from accumtrainer.data.closing import begin
 from accumtrainer.data.position import Position, fingerprint
 from accumtrainer.data.preprocessing import Preprocessing
@@ -139,12 +139,6 @@ class PyDatasetSource(Source):
         if position.last not in (None, fingerprint(item)):
             warnings.warn(errors.BATCH_HAS_CHANGED, stacklevel=2)
 
-    def window(
-        self, items: Sequence[Batch], micro_batch_size: int | None
-    ) -> Window:
-        """Stack batches, or slice the single one."""
-        return window_of_batches(items, micro_batch_size)
-
     def _begin_epoch(self) -> None:
         self._dataset.on_epoch_begin()
         self._epochs_begun += 1
@@ -177,8 +171,7 @@ class PyDatasetSource(Source):
 def _num_batches(dataset: Any) -> int | None:
     """Return the length of a PyDataset, `None` when it is infinite."""
     try:
-        batches: int | None = dataset.num_batches
-        return batches
+        return dataset.num_batches
     except (NotImplementedError, TypeError):
         # PyDataset raises the first when there is no length at all, and
         # `len` the second when `__len__` returned None.
@@ -353,12 +346,6 @@ class IterableSource(Source):
                     epoch=position.epoch, batches=position.batches
                 )
             )
-
-    def window(
-        self, items: Sequence[Batch], micro_batch_size: int | None
-    ) -> Window:
-        """Stack batches, or slice the single one."""
-        return window_of_batches(items, micro_batch_size)
 
     def _round(self, epoch: int) -> Iterator[Any]:
         """Yield items from the beginning of an epoch to the end of a round.

@@ -15,7 +15,6 @@ import numpy as np
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch
 from accumtrainer.data.reading import is_text, unpack
-from accumtrainer.keras_api import keras
 from accumtrainer.keras_api.types import Model
 
 
@@ -117,9 +116,7 @@ def _as_lists(nest: Any) -> Any:
         return tuple(map(_as_lists, nest))
     if isinstance(nest, dict):
         return {key: _as_lists(value) for key, value in nest.items()}
-    if keras.ops.is_tensor(nest) or not isinstance(nest, np.ndarray):
-        return nest
-    if not is_text(nest):
+    if not isinstance(nest, np.ndarray) or not is_text(nest):
         return nest
     decode = np.vectorize(
         lambda v: v.decode() if isinstance(v, bytes) else v, otypes=[object]

@@ -169,13 +169,14 @@ def unpack(item: Any) -> Batch:
     return Batch(*(as_arrays(part, name, copy=True) for name, part in named))
 
 
-def weigh_classes(batch: Batch, class_weight: dict[int, float]) -> Batch:
+def weigh_classes(batch: Batch, class_weight: dict[int, float] | None) -> Batch:
     """Turn class weights into the sample weights of a batch.
 
     Args:
         batch: `Batch` without sample weights, whose y is one array of class
             numbers `[n]` or `[n, 1]`, or of one-hot rows `[n, classes]`.
-        class_weight: by class; classes left out weigh 1.
+        class_weight: by class; classes left out weigh 1. `None` leaves the
+            batch as it is.
 
     Returns:
         `Batch` with `sample_weight` of shape `[n]`, `keras.config.floatx()`.
@@ -189,6 +190,8 @@ def weigh_classes(batch: Batch, class_weight: dict[int, float]) -> Batch:
         >>> weigh_classes(Batch(np.zeros([2]), np.array([0, 1])), {1: 3.0})[2]
         array([1., 3.], dtype=float32)
     """
+    if class_weight is None:
+        return batch
     _check_class_weight(batch, class_weight)
     labels, positions = np.unique(_class_labels(batch.y), return_inverse=True)
     weights = np.asarray(

@@ -13,7 +13,7 @@ import numpy as np
 
 from accumtrainer import errors
 from accumtrainer.checks import require_count
-from accumtrainer.data.batches import Window
+from accumtrainer.data.batches import Window, window_of_batches
 from accumtrainer.data.position import Position
 
 DEFAULT_BATCH_SIZE = 32
@@ -137,11 +137,12 @@ class Source(abc.ABC):
             DataError: the data do not lead there, or not again.
         """
 
-    @abc.abstractmethod
     def window(
         self, items: Sequence[Any], micro_batch_size: int | None
     ) -> Window:
-        """Make a window of loader items.
+        """Make a window of loader items: stack `Batch`es, or slice one.
+
+        A source whose items are something else overrides it.
 
         Args:
             items: what `iterate` yielded, each of them one micro-batch;
@@ -149,6 +150,7 @@ class Source(abc.ABC):
             micro_batch_size: samples per micro-batch when the one item is
                 sliced, the last slice possibly shorter.
         """
+        return window_of_batches(items, micro_batch_size)
 
 
 def groups(

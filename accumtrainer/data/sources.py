@@ -26,9 +26,8 @@ from accumtrainer.data.batches import (
 from accumtrainer.data.loaders import IterableSource, PyDatasetSource
 from accumtrainer.data.position import Position
 from accumtrainer.data.preprocessing import Preprocessing, as_columns
-from accumtrainer.data.processes import Processes, ShardSource
 from accumtrainer.data.reading import as_arrays, refuse_sparse
-from accumtrainer.data.source import Source, SourceOptions, check_ends
+from accumtrainer.data.source import Source, SourceOptions
 from accumtrainer.keras_api import keras, refuse_other_keras
 
 
@@ -254,38 +253,6 @@ def make_source(
     """
     data = recognize(x, y, sample_weight, preprocessing)
     return data.source(SourceOptions(**options))
-
-
-def make_training_source(
-    data: Arrays | Loader,
-    options: SourceOptions,
-    processes: Processes,
-    *,
-    first: int | None,
-    must_end: bool,
-) -> Source:
-    """Make the source that a fit trains on.
-
-    Args:
-        data: what `recognize` has found.
-        options: how batches are taken.
-        processes: knows those that train together; loaders yield their shard
-            in each.
-        first: how many batches to keep and take again and again, `None` for
-            all there are.
-        must_end: whether nothing else ends an epoch.
-
-    Raises:
-        ValueError: epochs would never end.
-    """
-    source = data.source(options)
-    if first is not None:
-        source = FirstBatches(source, first)
-    elif must_end:
-        check_ends(source, "steps_per_epoch", ", or max_updates")
-    if processes.processes > 1 and isinstance(data, Loader):
-        source = ShardSource(source, processes)
-    return source
 
 
 class OnePiece:

@@ -34,7 +34,7 @@ from accumtrainer.inside_fit.fit_logs import late_logs, show_in_metrics
 from accumtrainer.inside_fit.fit_state import make_fit_state
 from accumtrainer.inside_fit.groups import Group, Groups
 from accumtrainer.keras_api import (
-    check_fit_support,
+    check_feature,
     compiled_arguments,
     keras,
 )
@@ -473,7 +473,7 @@ def _check_fit(model: Model, backend: Backend) -> None:
     Raises:
         ValueError: the model trains in a way of its own.
     """
-    check_fit_support()
+    check_feature("fit")
     owner = type(model).__name__
     for name in ("train_step", "make_train_function"):
         if getattr(type(model), name) is not getattr(keras.Model, name):

@@ -15,6 +15,7 @@ from typing import Any
 from accumtrainer import errors
 from accumtrainer.keras_api.types import (
     Layer,
+    Metric,
     Model,
     Nest,
     Optimizer,
@@ -25,43 +26,36 @@ from accumtrainer.keras_api.types import (
 KERAS_NAME = os.environ.get("ACCUMTRAINER_KERAS", "keras")
 
 if KERAS_NAME == "keras":
+    import keras
+    from keras import ops, tree
+
     from accumtrainer.keras_api.keras3 import (
         ACTIVITY_LOSSES_ARE_MEANS,
-        check_fit_support,
+        check_feature,
         check_loss_support,
-        check_own_evaluation,
         check_replica_support,
-        check_statistics_support,
         check_support,
         compile_losses,
-        keras,
         keras_mask,
         losses_of_layers,
         metric_names,
-        ops,
-        read_metrics,
         set_keras_mask,
-        take_initial_epoch,
-        tree,
     )
 elif KERAS_NAME == "keras_core":
+    import keras_core as keras
+
     from accumtrainer.keras_api.keras_core import (
         ACTIVITY_LOSSES_ARE_MEANS,
-        check_fit_support,
+        check_feature,
         check_loss_support,
-        check_own_evaluation,
         check_replica_support,
-        check_statistics_support,
         check_support,
         compile_losses,
-        keras,
         keras_mask,
         losses_of_layers,
         metric_names,
         ops,
-        read_metrics,
         set_keras_mask,
-        take_initial_epoch,
         tree,
     )
 else:
@@ -76,11 +70,9 @@ __all__ = [
     "BACKEND",
     "KERAS_NAME",
     "OTHER_KERAS_NAME",
-    "check_fit_support",
+    "check_feature",
     "check_loss_support",
-    "check_own_evaluation",
     "check_replica_support",
-    "check_statistics_support",
     "call_predict_step",
     "check_support",
     "compile_losses",
@@ -242,6 +234,52 @@ def copy_mask(source: Tensor, target: Tensor) -> Tensor:
     if mask is not None:
         set_keras_mask(target, mask)
     return target
+
+
+def take_initial_epoch(model: Model) -> int | None:
+    """Return the epoch at which a callback wants training to begin, if any.
+
+    `BackupAndRestore` leaves it in a private attribute of the model, where
+    `Model.fit` reads it. There it stays, and a later `fit` of the same model
+    would leave out as many epochs; so here it is taken out. Keras Core has no
+    such callback.
+
+    Returns:
+        Above 0, or `None`.
+    """
+    epoch = getattr(model, "_initial_epoch", None)
+    if epoch:
+        model._initial_epoch = None
+    return epoch or None
+
+
+def read_metrics(model: Model, leaving_out: list[Metric]) -> dict[str, Any]:
+    """Read the metrics of a model as `Model.get_metrics_result` does.
+
+    That fails where what was given to `compile` has not seen any data, and
+    has a private name. A method of the model's own is asked on Keras 3 alone.
+
+    Args:
+        leaving_out: list of metrics not to read.
+
+    Returns:
+        Dict from name to tensor, or to a dict of such.
+    """
+    method = type(model).get_metrics_result
+    if KERAS_NAME == "keras" and method is not keras.Model.get_metrics_result:
+        names = [metric.name for metric in leaving_out]
+        every = model.get_metrics_result()
+        return {k: v for k, v in every.items() if k not in names}
+    compiled = model._compile_metrics
+    results: dict[str, Any] = {}
+    for metric in model.metrics:
+        is_empty = metric is compiled and not metric.built
+        if is_empty or any(metric is other for other in leaving_out):
+            continue
+        result = metric.result()
+        is_dict = isinstance(result, dict)
+        results |= result if is_dict else {metric.name: result}
+    return results
 
 
 def compiled_arguments(model: Model) -> dict[str, Any]:

@@ -9,37 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-from keras import ops, tree
+from keras import tree
 from keras.src.backend.common import masking
 
 from accumtrainer.keras_api.types import (
-    Metric,
     Model,
     Nest,
     Optimizer,
     PairedLoss,
     Tensor,
 )
-
-__all__ = [
-    "ACTIVITY_LOSSES_ARE_MEANS",
-    "check_fit_support",
-    "check_loss_support",
-    "check_own_evaluation",
-    "check_replica_support",
-    "check_statistics_support",
-    "check_support",
-    "compile_losses",
-    "keras",
-    "keras_mask",
-    "losses_of_layers",
-    "metric_names",
-    "ops",
-    "read_metrics",
-    "set_keras_mask",
-    "take_initial_epoch",
-    "tree",
-]
 
 IS_JAX = keras.backend.backend() == "jax"
 
@@ -125,34 +104,6 @@ def _sort_dicts(nest: Nest) -> Nest:
     return nest
 
 
-def read_metrics(model: Model, leaving_out: list[Metric]) -> dict[str, Any]:
-    """Read the metrics of a model as `Model.get_metrics_result` does.
-
-    That fails where what was given to `compile` has not seen any data, and
-    has a private name.
-
-    Args:
-        leaving_out: list of metrics not to read.
-
-    Returns:
-        Dict from name to tensor, or to a dict of such.
-    """
-    if type(model).get_metrics_result is not keras.Model.get_metrics_result:
-        names = [metric.name for metric in leaving_out]
-        every = model.get_metrics_result()
-        return {k: v for k, v in every.items() if k not in names}
-    compiled = model._compile_metrics
-    results: dict[str, Any] = {}
-    for metric in model.metrics:
-        is_empty = metric is compiled and not metric.built
-        if is_empty or any(metric is other for other in leaving_out):
-            continue
-        result = metric.result()
-        is_dict = isinstance(result, dict)
-        results |= result if is_dict else {metric.name: result}
-    return results
-
-
 def metric_names(model: Model, of_losses: list[str] | None = None) -> list[str]:
     """Name the metrics of a model in the order of what Keras returns.
 
@@ -178,33 +129,12 @@ def metric_names(model: Model, of_losses: list[str] | None = None) -> list[str]:
     return names
 
 
-def take_initial_epoch(model: Model) -> int | None:
-    """Return the epoch at which a callback wants training to begin, if any.
-
-    `BackupAndRestore` leaves it in a private attribute of the model, where
-    `Model.fit` reads it. There it stays, and a later `fit` of the same model
-    would leave out as many epochs; so here it is taken out.
-
-    Returns:
-        Above 0, or `None`.
-    """
-    epoch = getattr(model, "_initial_epoch", None)
-    if epoch:
-        model._initial_epoch = None
-    return epoch or None
-
-
 def check_support(model: Model, optimizer: Optimizer) -> None:
     """Refuse what Keras computes wrongly: nothing, in Keras 3."""
-    del model, optimizer
 
 
-def check_fit_support() -> None:
-    """Refuse to work inside `Model.fit`: not in Keras 3."""
-
-
-def check_own_evaluation() -> None:
-    """Refuse models that evaluate themselves: not in Keras 3."""
+def check_feature(name: str) -> None:
+    """Refuse what cannot be done with this Keras: nothing, in Keras 3."""
 
 
 def check_loss_support(loss: Any) -> None:
@@ -213,8 +143,3 @@ def check_loss_support(loss: Any) -> None:
 
 def check_replica_support(replicas: int) -> None:
     """Refuse models of several replicas: not in Keras 3."""
-    del replicas
-
-
-def check_statistics_support() -> None:
-    """Refuse layers that pool batch statistics: not in Keras 3."""

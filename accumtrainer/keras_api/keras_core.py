@@ -18,33 +18,12 @@ from keras_core.src import backend
 from accumtrainer import errors
 from accumtrainer.keras_api.types import (
     Layer,
-    Metric,
     Model,
     Nest,
     Optimizer,
     PairedLoss,
     Tensor,
 )
-
-__all__ = [
-    "ACTIVITY_LOSSES_ARE_MEANS",
-    "check_fit_support",
-    "check_loss_support",
-    "check_own_evaluation",
-    "check_replica_support",
-    "check_statistics_support",
-    "check_support",
-    "compile_losses",
-    "keras",
-    "keras_mask",
-    "losses_of_layers",
-    "metric_names",
-    "ops",
-    "read_metrics",
-    "set_keras_mask",
-    "take_initial_epoch",
-    "tree",
-]
 
 IS_JAX = keras.backend.backend() == "jax"
 
@@ -225,19 +204,6 @@ def _output_names(y_pred: Nest) -> list[str]:
 # Metrics.
 
 
-def read_metrics(model: Model, leaving_out: list[Metric]) -> dict[str, Any]:
-    """Read the metrics of a model; see `on_keras.py`."""
-    results: dict[str, Any] = {}
-    for metric in model.metrics:
-        is_empty = metric is model._compile_metrics and not metric.built
-        if is_empty or any(metric is other for other in leaving_out):
-            continue
-        result = metric.result()
-        is_dict = isinstance(result, dict)
-        results |= result if is_dict else {metric.name: result}
-    return results
-
-
 def metric_names(model: Model, of_losses: list[str] | None = None) -> list[str]:
     """Name what `evaluate` returns: in the order of the logs, but the loss."""
     del model, of_losses
@@ -245,11 +211,6 @@ def metric_names(model: Model, of_losses: list[str] | None = None) -> list[str]:
 
 
 # What cannot be made right is refused.
-
-
-def take_initial_epoch(model: Model) -> None:
-    """Return no epoch: Keras Core has no callback that goes on at one."""
-    del model
 
 
 def check_support(model: Model, optimizer: Optimizer) -> None:
@@ -290,28 +251,32 @@ def check_support(model: Model, optimizer: Optimizer) -> None:
             )
 
 
-def check_fit_support() -> NoReturn:
-    """Refuse to work inside `Model.fit`.
+REFUSED_FEATURES = {
+    # What `fit` hands to the train function, and when, is not as in Keras 3.
+    "fit": errors.KERAS_CORE_FIT,
+    # Sums of batch statistics must stay float32, and `add_weight` has no
+    # `autocast` for that.
+    "statistics": errors.KERAS_CORE_STATISTICS,
+}
+if IS_JAX:
+    # `Model.evaluate` builds metrics with the first batch that a generator
+    # yields, and then leaves it out.
+    REFUSED_FEATURES["evaluation"] = errors.KERAS_CORE_EVALUATION
 
-    What it hands to the train function, and when, is not as in Keras 3.
+
+def check_feature(name: str) -> None:
+    """Refuse what cannot be done with Keras Core.
+
+    Args:
+        name: `"fit"`, to work inside `Model.fit`; `"evaluation"`, of models
+            that evaluate themselves; or `"statistics"`, layers that pool those
+            of batches.
 
     Raises:
-        ValueError: always.
+        ValueError: it is one of `REFUSED_FEATURES`.
     """
-    raise ValueError(errors.KERAS_CORE_FIT)
-
-
-def check_own_evaluation() -> None:
-    """Refuse models that evaluate themselves, on JAX.
-
-    `Model.evaluate` builds metrics with the first batch that a generator
-    yields, and then leaves it out.
-
-    Raises:
-        ValueError: on JAX.
-    """
-    if IS_JAX:
-        raise ValueError(errors.KERAS_CORE_EVALUATION)
+    if name in REFUSED_FEATURES:
+        raise ValueError(REFUSED_FEATURES[name])
 
 
 def check_replica_support(replicas: int) -> NoReturn:
@@ -321,17 +286,6 @@ def check_replica_support(replicas: int) -> NoReturn:
             replicas=replicas, received="a model of Keras Core"
         )
     )
-
-
-def check_statistics_support() -> NoReturn:
-    """Refuse layers that pool batch statistics.
-
-    Their sums must stay float32, and `add_weight` has no `autocast` for that.
-
-    Raises:
-        ValueError: always.
-    """
-    raise ValueError(errors.KERAS_CORE_STATISTICS)
 
 
 def check_loss_support(loss: Any) -> None:

@@ -1,5 +1,6 @@
 """What a checkpoint keeps of callbacks, those of Keras included."""
 
+import copy
 import hashlib
 from typing import Any
 
@@ -40,7 +41,7 @@ class CallbackStates:
         states = {}
         for key, callback in self._callbacks.items():
             if _has_state(callback):
-                states[key] = _copied(callback.get_state())
+                states[key] = copy.deepcopy(callback.get_state())
             else:
                 states[key] = self._changed(key, callback)
         return {key: state for key, state in states.items() if state}
@@ -59,7 +60,7 @@ class CallbackStates:
             now = _plain_attributes(callback)
             begun = {k: v for k, v in self._begun[key].items() if k in now}
             for name, (_, value) in begun.items():
-                setattr(callback, name, _copied(value))
+                setattr(callback, name, copy.deepcopy(value))
             for name, value in states.get(key, {}).items():
                 setattr(callback, name, value)
 
@@ -111,20 +112,9 @@ def _plain_attributes(callback: Any) -> dict[str, Any]:
         except TypeError:
             continue
         content = {k: (v.shape, _digest(v)) for k, v in arrays.items()}
-        plain[name] = ((written, content), _copied(value))
+        plain[name] = ((written, content), copy.deepcopy(value))
     return plain
 
 
 def _digest(array: np.ndarray) -> bytes:
     return hashlib.blake2b(array.tobytes()).digest()
-
-
-def _copied(value: Any) -> Any:
-    """Copy arrays, and lists, tuples and dicts of them."""
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if isinstance(value, dict):
-        return {k: _copied(v) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_copied, value))
-    return value

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from accumtrainer import errors
 from accumtrainer.data.batches import Batch, map_leaves
 from accumtrainer.data.reading import is_text
 from accumtrainer.keras_api import ops
@@ -129,31 +128,12 @@ def copy_to_host(variables: list[Variable]) -> dict[str, np.ndarray]:
     return values
 
 
-def check_fits(
-    part: str, variables: list[Variable], values: dict[str, np.ndarray]
-) -> None:
-    """Refuse saved values that do not belong to these variables.
-
-    Layers that Keras has numbered may have other numbers now.
-
-    Args:
-        part: how to call the variables.
-        values: dict from path to array, saved by `copy_to_host`.
-
-    Raises:
-        CheckpointError: they differ; the first difference is named.
-    """
-    difference = find_difference(variables, values)
-    if difference is not None:
-        raise errors.CheckpointError(
-            errors.OTHER_VARIABLES.format(part=part, **difference)
-        )
-
-
 def find_difference(
     variables: list[Variable], values: dict[str, np.ndarray]
 ) -> dict[str, str] | None:
     """Compare saved values with the variables they are meant for.
+
+    Layers that Keras has numbered may have other numbers now.
 
     Args:
         values: dict from path to array, saved by `copy_to_host`.
@@ -181,7 +161,7 @@ def find_difference(
 
 
 def put_back(variables: list[Variable], values: dict[str, np.ndarray]) -> None:
-    """Assign saved values; see `check_fits` for whether they fit."""
+    """Assign saved values; see `find_difference` for whether they fit."""
     for variable, value in zip(variables, values.values(), strict=True):
         variable.assign(value)
 

@@ -71,7 +71,7 @@ class Answers(Hooks):
         They are fetched from the device when somebody looks at them, also
         later, when further windows have run.
         """
-        return self._engine.window_logs
+        return Logs(self._engine.last_report.window_logs)
 
     def log_media(self, name: str, value: Any) -> None:
         """Have the loggers of the running `fit` log what is no number.
@@ -98,7 +98,7 @@ class Answers(Hooks):
         They hold what `on_accumulate` is given, micro-batch by micro-batch,
         and are fetched from the device when somebody looks at them.
         """
-        return self._engine.micro_batch_logs
+        return Logs(self._engine.last_report.micro_batches)
 
     @property
     def last_window(self) -> Window | None:
@@ -214,11 +214,9 @@ class Answers(Hooks):
             self._metrics_of_fit_kept(),
             Interruption().deferred() as interruption,
         ):
-            logs = self._engine.evaluate(
-                source, dispatcher, rest=interruption.check
-            )
-        names = self._engine.evaluated_names
-        return as_keras_returns(logs, names, return_dict)
+            evaluator = self._engine.evaluator
+            logs = evaluator.evaluate(source, dispatcher, interruption.check)
+        return as_keras_returns(logs, evaluator.names, return_dict)
 
     def predict(
         self,
@@ -253,8 +251,8 @@ class Answers(Hooks):
             callbacks, verbose, epochs=1, steps=source.batches_per_epoch
         )
         with Interruption().deferred() as interruption:
-            return self._engine.predict(
-                source, dispatcher, rest=interruption.check
+            return self._engine.evaluator.predict(
+                source, dispatcher, interruption.check
             )
 
     def memory_plan(

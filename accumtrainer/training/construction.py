@@ -7,7 +7,7 @@ compiles it in its own way: what it has settled then is known only afterwards.
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -296,7 +296,7 @@ def resolve_loss_scale(
             "one."
         )
     if carried is not None:
-        return replace(carried)
+        return carried
     return LossScale() if computes_in_float16(model) else None
 
 

@@ -1,14 +1,13 @@
 """Runs windows and evaluations for a Trainer, and counts what has run."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 from accumtrainer import errors
 from accumtrainer.config import Accumulation
 from accumtrainer.data.batches import Batch, Window, map_leaves
-from accumtrainer.data.source import Source
 from accumtrainer.diagnosis.bare_losses import check_bare_losses
 from accumtrainer.diagnosis.equivalence import Equivalence, EquivalenceCheck
 from accumtrainer.diagnosis.inspection import Inspection, Replay
@@ -16,9 +15,7 @@ from accumtrainer.diagnosis.moving_state import notes_of_state
 from accumtrainer.diagnosis.trials import Trials
 from accumtrainer.keras_api import BACKEND, keras, metric_names
 from accumtrainer.keras_api.rebuild import rebuild
-from accumtrainer.keras_api.types import Nest, Variable
-from accumtrainer.observers.callback import Dispatcher
-from accumtrainer.observers.logs import Logs
+from accumtrainer.keras_api.types import Variable
 from accumtrainer.progress import Progress
 from accumtrainer.saving.snapshot import Snapshot
 from accumtrainer.steps import Plan, Report, Step, choose_plan, make_backend
@@ -51,9 +48,12 @@ class Engine:
 
     Attributes:
         counting: counts what has run.
+        evaluator: evaluates and predicts.
         lasting: what a snapshot has of it.
         replicas: those that share windows out.
         last_window: the one that was run last, `None` before the first.
+        last_report: `Report` of a window that has run since training began or
+            was restored, of the last one; `None` before.
         data_seconds: seconds spent so far on waiting for windows.
     """
 
@@ -77,10 +77,10 @@ class Engine:
         self._run_eagerly = run_eagerly
         self._before: Any = None
         self._set_up()
-        self._last_report: Any = None
+        self.last_report: Any = None
         self._in_flight = InFlight()
         self.counting = Counting(
-            lambda: self._last_report.section("counters"),
+            lambda: self.last_report.section("counters"),
             max_consecutive_skips,
         )
         self.last_window: Any = None
@@ -108,10 +108,13 @@ class Engine:
             per_example=self._accumulation.per_example,
         )
         self.lasting = LastingState(self._window_parts, self.replicas.scope)
-        self._evaluator = Evaluator(
-            self._window_parts, self._backend, jit_compile=self._jit_compile
-        )
         self._sizing = make_sizing(self._accumulation, self._backend)
+        self.evaluator = Evaluator(
+            self._window_parts,
+            self._backend,
+            self._sizing,
+            jit_compile=self._jit_compile,
+        )
         self._program: Any = None
         self._step: Any = None
         self._plan: Any = None
@@ -157,11 +160,6 @@ class Engine:
     def trained_names(self) -> list[str]:
         """Names of losses and metrics of windows, as Keras orders them."""
         return metric_names(self._model, names_of(self._program.survey.losses))
-
-    @property
-    def evaluated_names(self) -> list[str]:
-        """Names of losses and metrics evaluated, as Keras orders them."""
-        return self._evaluator.names
 
     @property
     def has_begun(self) -> bool:
@@ -238,7 +236,7 @@ class Engine:
                 has_own_loss=has_own_loss(self._hooks),
             )
             if is_first:
-                self._evaluator.build_model(Batch(micro_batch.x))
+                self.evaluator.build_model(Batch(micro_batch.x))
                 warn_of_nothing_to_train(self._model)
             if self._sizing.is_undecided:
                 # One sample tells as much as many do.
@@ -374,7 +372,7 @@ class Engine:
             skips = keras.ops.convert_to_numpy(self._state.consecutive_skips)
             progress = Progress.from_dict(saved.progress)
             self.counting.restore(progress, int(skips))
-            self._last_report = None
+            self.last_report = None
 
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch's running means."""
@@ -399,7 +397,7 @@ class Engine:
                     raise self._program.raised_at_once(
                         error, window.split()
                     ) from None
-        self._last_report, self.last_window = report, window
+        self.last_report, self.last_window = report, window
         if self._backend.runs_ahead:
             self._in_flight.add(report, window.size_bytes)
         self.counting.add_window()
@@ -424,23 +422,8 @@ class Engine:
     def finish_epoch(self) -> None:
         """Count an epoch that has run."""
         self.counting.add_epoch()
-        if self.has_report:
+        if self.last_report is not None:
             self.counting.check_skips()
-
-    @property
-    def has_report(self) -> bool:
-        """Whether a window has run since training began or was restored."""
-        return self._last_report is not None
-
-    @property
-    def window_logs(self) -> Logs:
-        """`Logs` of the last window alone, fetched when somebody looks."""
-        return Logs(self._last_report.window_logs)
-
-    @property
-    def micro_batch_logs(self) -> Logs:
-        """`Logs` of the last window's micro-batches, arrays `[k]`."""
-        return Logs(self._last_report.micro_batches)
 
     def inspect(self, window: Window) -> Inspection:
         """Run a window again without effect; see `Trainer.inspect`."""
@@ -453,37 +436,11 @@ class Engine:
         self.write_back()
         loss_scale = 1.0
         before = int(keras.ops.convert_to_numpy(self._state.micro_batches))
-        if self.has_report and window is self.last_window:
-            loss_scale = self.window_logs["loss_scale"]
+        if self.last_report and window is self.last_window:
+            loss_scale = self.last_report.window_logs()["loss_scale"]
             before -= window.micro_batches
         return Replay(self._window_parts).inspect(
             window, loss_scale=loss_scale, micro_batches_before=before
-        )
-
-    def epoch_logs(self) -> dict[str, Any]:
-        """Read the epoch so far, without its skipped windows."""
-        return self._last_report.epoch_logs()
-
-    def evaluate(
-        self,
-        source: Source,
-        dispatcher: Dispatcher,
-        rest: Callable[[], None] | None = None,
-    ) -> dict[str, Any]:
-        """Evaluate on some data; see `Evaluator`."""
-        return self._evaluator.evaluate(
-            source, dispatcher, rows_per_pass=self.rows_per_pass, rest=rest
-        )
-
-    def predict(
-        self,
-        source: Source,
-        dispatcher: Dispatcher,
-        rest: Callable[[], None] | None = None,
-    ) -> Nest:
-        """Predict for some data; see `Evaluator`."""
-        return self._evaluator.predict(
-            source, dispatcher, rows_per_pass=self.rows_per_pass, rest=rest
         )
 
     def _accumulates(self, window: Window) -> bool:

@@ -1,7 +1,7 @@
 """Evaluates and predicts over whole sources, and tells callbacks of it."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -10,7 +10,7 @@ from accumtrainer import errors
 from accumtrainer.data.batches import Batch, Window
 from accumtrainer.data.processes import items_of_all
 from accumtrainer.data.source import Source
-from accumtrainer.keras_api import check_own_evaluation, metric_names, tree
+from accumtrainer.keras_api import check_feature, metric_names, tree
 from accumtrainer.keras_api.types import Nest
 from accumtrainer.observers.callback import Dispatcher
 from accumtrainer.observers.logs import Logs
@@ -20,8 +20,12 @@ from accumtrainer.steps import (
     should_compile_evaluation,
 )
 from accumtrainer.training.input_checks import compile_option, has_own_loss
-from accumtrainer.training.own_evaluation import OwnEvaluation, evaluates_itself
+from accumtrainer.training.own_evaluation import (
+    evaluate_by_itself,
+    evaluates_itself,
+)
 from accumtrainer.training.predictions import Predictions
+from accumtrainer.training.sizing import AutoSize, GivenSize
 from accumtrainer.window.evaluation import EvaluationProgram
 from accumtrainer.window.objective import names_of
 from accumtrainer.window.parts import WindowParts
@@ -33,6 +37,7 @@ class Evaluator:
     Args:
         parts: whose losses and predictions they are.
         backend: what they run on.
+        sizing: says how many samples run at a time.
         jit_compile: whether XLA compiles.
     """
 
@@ -40,6 +45,7 @@ class Evaluator:
         self,
         parts: WindowParts,
         backend: Backend,
+        sizing: GivenSize | AutoSize,
         *,
         jit_compile: bool | Literal["auto"],
     ):
@@ -49,6 +55,7 @@ class Evaluator:
         self._evaluates_itself = evaluates_itself(parts.hooks)
         self._jit_compile = jit_compile
         self._backend = backend
+        self._sizing = sizing
         self._program = EvaluationProgram(parts)
         self._step = EvaluationStep(
             self._program,
@@ -71,8 +78,6 @@ class Evaluator:
         self,
         source: Source,
         dispatcher: Dispatcher,
-        *,
-        rows_per_pass: int | None,
         rest: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
         """Evaluate one source.
@@ -80,7 +85,6 @@ class Evaluator:
         Args:
             source: the data.
             dispatcher: tells about it.
-            rows_per_pass: samples to run at a time; `None` for any number.
             rest: is called after every loader batch.
         """
         if self._evaluates_itself:
@@ -89,10 +93,12 @@ class Evaluator:
         model = self._model
         model.stop_evaluating = False
         items = items_of_all(source, self._backend.replicas)
-        with dispatcher.testing(), self._written_back_at_the_end():
+        with dispatcher.testing(), contextlib.ExitStack() as at_the_end:
+            # The model is left current, however a round of the data ends.
+            at_the_end.callback(self._backend.write_back)
             for index, item in enumerate(items):
                 dispatcher.call("on_test_batch_begin", index, {})
-                window = self._slice(source, item, rows_per_pass)
+                window = self._slice(source, item)
                 if is_first:
                     self._check_text(window.split()[0])
                 for batch in window.split():
@@ -121,19 +127,17 @@ class Evaluator:
                     processes=self._backend.replicas.processes,
                 )
             )
-        check_own_evaluation()
+        check_feature("evaluation")
         self._backend.write_back()
-        evaluation = OwnEvaluation(self._model, dispatcher, rest)
         with dispatcher.testing():
-            dispatcher.last_logs = logs = evaluation.run(source)
+            logs = evaluate_by_itself(self._model, source, dispatcher, rest)
+            dispatcher.last_logs = logs
         return logs
 
     def predict(
         self,
         source: Source,
         dispatcher: Dispatcher,
-        *,
-        rows_per_pass: int | None,
         rest: Callable[[], None] | None = None,
     ) -> Nest:
         """Predict for one source; the arguments are those of `evaluate`.
@@ -146,10 +150,12 @@ class Evaluator:
         model = self._model
         model.stop_predicting = False
         items = items_of_all(source, self._backend.replicas)
-        with dispatcher.predicting(), self._written_back_at_the_end():
+        with dispatcher.predicting(), contextlib.ExitStack() as at_the_end:
+            # The model is left current, however a round of the data ends.
+            at_the_end.callback(self._backend.write_back)
             for index, item in enumerate(items):
                 dispatcher.call("on_predict_batch_begin", index, {})
-                window = self._slice(source, item, rows_per_pass)
+                window = self._slice(source, item)
                 for batch in window.split():
                     if not outputs:
                         self._check_text(Batch(batch.x))
@@ -202,20 +208,10 @@ class Evaluator:
             return flag
         return bool(self._backend.replicas.gather([bool(flag)]).any())
 
-    @contextlib.contextmanager
-    def _written_back_at_the_end(self) -> Iterator[None]:
-        """Leave the model current, however a round of the data ends."""
-        try:
-            yield
-        finally:
-            self._backend.write_back()
-
-    def _slice(
-        self, source: Source, item: Any, rows_per_pass: int | None
-    ) -> Window:
+    def _slice(self, source: Source, item: Any) -> Window:
         """Cut a loader batch into what fits.
 
         A loss that compares examples must see those of a batch together.
         """
-        size = None if self._has_window_loss else rows_per_pass
+        size = None if self._has_window_loss else self._sizing.rows_per_pass
         return source.window([item], size)

@@ -6,12 +6,12 @@ from typing import Any
 
 from accumtrainer.checks import require_count
 from accumtrainer.data.preprocessing import Preprocessing
-from accumtrainer.data.processes import Processes
-from accumtrainer.data.source import Source, SourceOptions
+from accumtrainer.data.processes import Processes, ShardSource
+from accumtrainer.data.source import Source, SourceOptions, check_ends
 from accumtrainer.data.sources import (
     Arrays,
+    FirstBatches,
     Loader,
-    make_training_source,
     recognize,
     recognize_sets,
 )
@@ -60,10 +60,14 @@ class FitData:
 
         Args:
             options: how long it trains, and how it is validated.
-            processes: knows of those that train together.
+            processes: knows of those that train together; loaders yield their
+                shard in each.
             seed: decides the order of the data.
             epochs_before: see `SourceOptions`.
             preprocessing: the model's own, if it has one.
+
+        Raises:
+            ValueError: epochs would never end.
         """
         data: Arrays | Loader = recognize(
             self.x, self.y, self.sample_weight, preprocessing
@@ -81,8 +85,7 @@ class FitData:
             steps = limited(
                 "steps_per_epoch", self.steps_per_epoch, "max_steps_per_epoch"
             )
-        source = make_training_source(
-            data,
+        source = data.source(
             SourceOptions(
                 batch_size=self.batch_size,
                 shuffle=shuffle,
@@ -90,11 +93,14 @@ class FitData:
                 class_weight=self.class_weight,
                 steps=steps,
                 epochs_before=epochs_before,
-            ),
-            processes,
-            first=first,
-            must_end=not options.may_end_amid_epoch,
+            )
         )
+        if first is not None:
+            source = FirstBatches(source, first)
+        elif not options.may_end_amid_epoch:
+            check_ends(source, "steps_per_epoch", ", or max_updates")
+        if processes.processes > 1 and isinstance(data, Loader):
+            source = ShardSource(source, processes)
         batch_size = self.validation_batch_size
         validation = Validation(
             sets,

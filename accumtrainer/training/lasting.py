@@ -9,7 +9,6 @@ from accumtrainer import errors
 from accumtrainer.keras_api.types import Variable
 from accumtrainer.saving.snapshot import (
     Snapshot,
-    check_fits,
     copy_to_host,
     find_difference,
     put_back,
@@ -65,7 +64,11 @@ class LastingState:
         """
         for part, variables in self._wanted(weights_only).items():
             if is_amid_epoch or part not in PARTS_OF_EPOCH:
-                check_fits(part, variables, saved.variables[part])
+                difference = find_difference(variables, saved.variables[part])
+                if difference is not None:
+                    raise errors.CheckpointError(
+                        errors.OTHER_VARIABLES.format(part=part, **difference)
+                    )
 
     def restore(
         self,

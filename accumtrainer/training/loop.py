@@ -30,7 +30,7 @@ from accumtrainer.training.engine import Engine
 from accumtrainer.training.fit_options import FitOptions
 from accumtrainer.training.input_checks import InputChecks
 from accumtrainer.training.signals import Interruption
-from accumtrainer.training.start import FreshStart, SavedStart
+from accumtrainer.training.start import Start, start_from
 from accumtrainer.training.validation import Validation, metrics_kept
 
 
@@ -41,7 +41,6 @@ class FitLoop:
         trainer: whose fit it is.
         engine: runs its windows.
         options: how long it trains, and how it is validated.
-        accumulation: how windows are made of loader batches.
         source: the training data.
         validation: the data to validate on.
         dispatcher: tells callbacks.
@@ -56,7 +55,6 @@ class FitLoop:
         engine: Engine,
         options: FitOptions,
         *,
-        accumulation: Accumulation,
         source: Source,
         validation: Validation,
         dispatcher: Dispatcher,
@@ -66,7 +64,7 @@ class FitLoop:
         self._trainer = trainer
         self._engine = engine
         self._options = options
-        self._accumulation = accumulation
+        self._accumulation: Accumulation = trainer.accumulation
         self._source = source
         self._validation = validation
         self._dispatcher = dispatcher
@@ -103,7 +101,9 @@ class FitLoop:
         self._clock.start(self._start.seconds)
         with self._interruption.deferred(), self._dispatcher.training():
             self._callback_states = CallbackStates(self._dispatcher.callbacks)
-            with self._written_back_at_the_end(), self._saved_on_errors():
+            with contextlib.ExitStack() as at_the_end, self._saved_on_errors():
+                # The model is left current, however training ends.
+                at_the_end.callback(self._engine.write_back)
                 upcoming = self._begun_elsewhere() or upcoming
                 if not self._start.is_amid_epoch:
                     self._restore()
@@ -121,11 +121,12 @@ class FitLoop:
         self._interruption.check()  # of while callbacks were closed
         return self._dispatcher.history
 
-    def _find_start(self) -> FreshStart:
+    def _find_start(self) -> Start:
         if self._saved is None:
-            epoch = self._options.initial_epoch
-            return FreshStart(epoch, self._engine.counting.progress)
-        return SavedStart(
+            begun = self._engine.counting.progress
+            position = Position(epoch=self._options.initial_epoch)
+            return Start(position=position, before=begun, validated=begun)
+        return start_from(
             self._saved,
             self._source,
             self._trainer.model,
@@ -242,14 +243,6 @@ class FitLoop:
                 except Exception as failure:
                     error.add_note(f"While saving: {failure!r}")
             raise
-
-    @contextlib.contextmanager
-    def _written_back_at_the_end(self) -> Iterator[None]:
-        """Leave the model current, however training ends."""
-        try:
-            yield
-        finally:
-            self._engine.write_back()
 
     def _describe(self, first: Window) -> str:
         return describe(
@@ -391,9 +384,8 @@ class FitLoop:
         return is_complete
 
     def _epoch_logs(self) -> dict[str, Any]:
-        if self._engine.has_report:
-            return self._engine.epoch_logs()
-        return self._start.last_logs
+        report = self._engine.last_report
+        return self._start.last_logs if report is None else report.epoch_logs()
 
     def _run_windows(self, upcoming: Iterator[Window]) -> bool:
         """Run the windows of an epoch until there are no more, or an end is.
@@ -451,9 +443,8 @@ class FitLoop:
         counting.add(window.micro_batches, window.samples)
         counting.set_seconds(self._start.before.seconds + self._clock.seconds)
         if dispatcher.listens("on_apply"):
-            dispatcher.call(
-                "on_apply", counting.progress.updates, engine.window_logs
-            )
+            logs = Logs(report.window_logs)
+            dispatcher.call("on_apply", counting.progress.updates, logs)
         logs = Logs(report.running_logs)
         dispatcher.call("on_train_batch_end", index, logs)
         self._tell_of_plan()
@@ -490,7 +481,7 @@ class FitLoop:
 
     def _validate(self) -> None:
         def evaluate(source: Source) -> dict[str, Any]:
-            return self._engine.evaluate(source, self._dispatcher)
+            return self._engine.evaluator.evaluate(source, self._dispatcher)
 
         self._validation_logs = self._validation.run(evaluate)
         self._dispatcher.call(

@@ -25,80 +25,71 @@ def evaluates_itself(hooks: Hooks) -> bool:
     return own and not hooks.overrides("compute_loss")
 
 
-class OwnEvaluation:
-    """Has a model evaluate the batches of a source.
+def evaluate_by_itself(
+    model: Model,
+    source: Source,
+    dispatcher: Dispatcher,
+    rest: Callable[[], None] | None,
+) -> dict[str, float]:
+    """Have a model evaluate the batches of a source.
 
     Args:
         model: `keras.Model`, compiled, whose variables are current.
+        source: the data.
         dispatcher: `Dispatcher` to tell about it.
         rest: function to be called after every loader batch, or `None`.
+
+    Returns:
+        Dict of numbers.
     """
+    failures: list[Exception] = []
+    with _kept_whole(model, failures), warnings.catch_warnings():
+        # Of what it does not know the length of, Keras always says so.
+        warnings.filterwarnings("ignore", "Your input ran out of data")
+        return model.evaluate(
+            _batches(source, failures),
+            steps=source.batches_per_epoch,
+            verbose=0,
+            callbacks=[_Telling(dispatcher, rest)],
+            return_dict=True,
+        )
 
-    def __init__(
-        self,
-        model: Model,
-        dispatcher: Dispatcher,
-        rest: Callable[[], None] | None,
-    ):
-        self._model = model
-        self._dispatcher = dispatcher
-        self._rest = rest
-        self._failure: Exception | None = None
 
-    def run(self, source: Source) -> dict[str, float]:
-        """Evaluate one source.
+@contextlib.contextmanager
+def _kept_whole(model: Model, failures: list[Exception]) -> Iterator[None]:
+    """Raise what data raised; leave the model its values all the same.
 
-        Returns:
-            Dict of numbers.
-        """
-        with self._kept_whole(), warnings.catch_warnings():
-            # Of what it does not know the length of, Keras always says so.
-            warnings.filterwarnings("ignore", "Your input ran out of data")
-            return self._model.evaluate(
-                self._batches(source),
-                steps=source.batches_per_epoch,
-                verbose=0,
-                callbacks=[_Telling(self._dispatcher, self._rest)],
-                return_dict=True,
+    On JAX, Keras takes the values out of the variables meanwhile, and does not
+    put them back when something fails.
+    """
+    variables = [*model.variables, *metric_variables(model)]
+    values = [variable.value for variable in variables]
+    try:
+        yield
+    except Exception:
+        for variable, value in zip(variables, values, strict=True):
+            if not _has_value(variable):
+                variable.assign(value)
+        if not failures:
+            raise
+    if failures:
+        raise failures[0]
+
+
+def _batches(source: Source, failures: list[Exception]) -> Iterator[tuple]:
+    """Yield what Keras hands to the step, until something is wrong.
+
+    An error would come out of TensorFlow as another one, so it is noted.
+    """
+    try:
+        for item in source.iterate(0):
+            (batch,) = source.window([item], None).split()
+            packed = keras.utils.pack_x_y_sample_weight(
+                *map(_without_lists, (batch.x, batch.y, batch.sample_weight))
             )
-
-    @contextlib.contextmanager
-    def _kept_whole(self) -> Iterator[None]:
-        """Raise what data raised; leave the model its values all the same.
-
-        On JAX, Keras takes the values out of the variables meanwhile, and
-        does not put them back when something fails.
-        """
-        model = self._model
-        variables = [*model.variables, *metric_variables(model)]
-        values = [variable.value for variable in variables]
-        try:
-            yield
-        except Exception:
-            for variable, value in zip(variables, values, strict=True):
-                if not _has_value(variable):
-                    variable.assign(value)
-            if self._failure is None:
-                raise
-        if self._failure is not None:
-            raise self._failure
-
-    def _batches(self, source: Source) -> Iterator[tuple]:
-        """Yield what Keras hands to the step, until something is wrong.
-
-        An error would come out of TensorFlow as another one.
-        """
-        try:
-            for item in source.iterate(0):
-                (batch,) = source.window([item], None).split()
-                packed = keras.utils.pack_x_y_sample_weight(
-                    *map(
-                        _without_lists, (batch.x, batch.y, batch.sample_weight)
-                    )
-                )
-                yield packed if isinstance(packed, tuple) else (packed,)
-        except Exception as failure:
-            self._failure = failure
+            yield packed if isinstance(packed, tuple) else (packed,)
+    except Exception as failure:
+        failures.append(failure)
 
 
 class _Telling(keras.callbacks.Callback):

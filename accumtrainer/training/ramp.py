@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from accumtrainer.keras_api import given_rate, keras, ops, optimizers_of
 from accumtrainer.keras_api.types import Optimizer, Tensor, Variable
 
 
+@dataclass(frozen=True, slots=True)
 class Ramp:
     """Sets the rates of those optimizers that keep theirs in variables.
 
@@ -18,17 +20,12 @@ class Ramp:
         assigned: pairs of a variable and its rates, `[updates]`.
     """
 
-    def __init__(
-        self,
-        shares: dict[str, float],
-        assigned: list[tuple[Variable, np.ndarray]],
-    ):
-        self.shares = shares
-        self._assigned = assigned
+    shares: dict[str, float]
+    assigned: list[tuple[Variable, np.ndarray]]
 
     def set(self, index: int) -> None:
         """Set the rates of an update, counted from 0."""
-        for variable, rates in self._assigned:
+        for variable, rates in self.assigned:
             variable.assign(rates[min(index, len(rates) - 1)])
 
 

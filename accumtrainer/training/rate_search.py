@@ -108,7 +108,6 @@ def search_rate(
             trainer,
             aside,
             how_long,
-            accumulation=trainer.accumulation,
             source=source,
             validation=validation,
             dispatcher=Dispatcher(

@@ -9,8 +9,8 @@ from accumtrainer import errors
 from accumtrainer.checks import require_count
 from accumtrainer.data.source import Source, SourceOptions, check_ends
 from accumtrainer.data.sources import Arrays, FirstBatches, Loader
-from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.types import Model
+from accumtrainer.steps.memory import Backup
 from accumtrainer.training.fit_options import checked_steps
 from accumtrainer.window.objective import metric_variables
 
@@ -90,9 +90,7 @@ def metrics_kept(
         write_back: makes its variables current.
     """
     write_back()
-    variables = metric_variables(model)
-    values = [ops.convert_to_numpy(variable) for variable in variables]
+    backup = Backup(metric_variables(model))
     yield
     write_back()
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
+    backup.put_back()
