@@ -8,6 +8,7 @@ variables are Keras's, and a *nest* is made of tuples, lists and dicts, with
 """
 
 import abc
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal, Protocol
@@ -128,9 +129,9 @@ class Backend(WindowBackend):
         """
 
     @property
-    @abc.abstractmethod
     def runs_ahead(self) -> bool:
         """Whether programs are still running when a call of them returns."""
+        return self.has_accelerator()
 
     # To trace and to compile.
 
@@ -154,7 +155,6 @@ class Backend(WindowBackend):
         """Prepare a compiled function for arguments of different shapes."""
         del function, calls  # a program has one shape
 
-    @abc.abstractmethod
     def check(self, was_applied: Callable[[], bool]) -> None:
         """Refuse what a window was given, where its programs have noticed.
 
@@ -166,6 +166,8 @@ class Backend(WindowBackend):
         Raises:
             DataError: an index is outside of what it indexes.
         """
+        # PyTorch refuses an index at once; JAX none, nor does Keras on it.
+        return
 
     def compiled_shapes(self) -> dict[str, list[str]]:
         """Tell which shapes XLA has compiled for, while others run without.
@@ -179,9 +181,9 @@ class Backend(WindowBackend):
         """Have XLA compile for shapes as if they had come already."""
         del shapes
 
-    @abc.abstractmethod
     def with_float64(self) -> AbstractContextManager:
         """Make a scope in which float64 can be computed."""
+        return contextlib.nullcontext()  # it always can
 
     @abc.abstractmethod
     def constant(self, value: np.ndarray) -> Tensor:
@@ -200,9 +202,9 @@ class Backend(WindowBackend):
 
     # Memory.
 
-    @abc.abstractmethod
     def memory_limit_bytes(self) -> int | None:
         """Nine tenths of a device's memory, `None` if it does not tell."""
+        return None
 
     @abc.abstractmethod
     def peak_memory_bytes(self) -> int | None:
@@ -270,9 +272,10 @@ class Backend(WindowBackend):
         """Make a holder's variables current, but for those with given ids."""
         raise AssertionError(f"{self.name} keeps state: {holder}, {ids}")
 
-    @abc.abstractmethod
     def is_distributed(self, model: Model) -> bool:
         """Whether `Model.fit` runs the model by a strategy of the backend."""
+        del model
+        return False
 
     # To look at what it does.
 

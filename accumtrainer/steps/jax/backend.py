@@ -109,12 +109,6 @@ class JaxBackend(Backend):
             return Compiled(pure, holder, self._activate, warn)
         return Eager(pure, holder, self._activate)
 
-    def accepts(self, is_finite: Tensor) -> Tensor:
-        return is_finite
-
-    def check(self, was_applied: Callable[[], bool]) -> None:
-        pass  # JAX refuses no index, nor does Keras on it
-
     def memory_limit_bytes(self) -> int | None:
         statistics = [d.memory_stats() for d in jax.local_devices()]
         limits = [s["bytes_limit"] for s in statistics if s]
@@ -167,10 +161,6 @@ class JaxBackend(Backend):
         rest = itertools.islice(iterator, count - 1)
         return itertools.chain([first], rest), None
 
-    def is_distributed(self, model: Model) -> bool:
-        del model
-        return False
-
     def hold(self, program: HasVariables, arrays: dict[int, Tensor]) -> Any:
         holder = self._holder_of(program)
         self._activate(holder)
@@ -208,22 +198,8 @@ class JaxBackend(Backend):
         assign_changed(others, current, changed)
         return nest, [*gradients[0], *gradients[1]]
 
-    def add(self, total: Tensor, gradient: Tensor) -> Tensor:
-        return total + gradient.astype("float32")
-
     def add_to(self, variable: Variable, gradient: Tensor) -> None:
         variable.assign(self.add(variable.value, gradient))
-
-    def sum_of_squares(self, gradient: Tensor) -> Tensor:
-        return jax.numpy.sum(jax.numpy.square(gradient))
-
-    def apply(
-        self,
-        optimizer: Any,
-        gradients: list[Tensor | None],
-        variables: list[Variable],
-    ) -> None:
-        optimizer.apply(gradients, variables)
 
     def rarely(
         self,

@@ -4,7 +4,6 @@ Variables are updated in place; `tf.function` orders reads and writes as they
 are written.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -58,6 +57,7 @@ class TensorFlowBackend(Backend):
     predicts_memory = False
     has_own_pipeline = True
     fit_hands_state_over = False
+    gives_values = False
 
     def __init__(
         self,
@@ -170,14 +170,8 @@ class TensorFlowBackend(Backend):
             jit_compile=self._jit_compile,
         )
 
-    def with_float64(self) -> AbstractContextManager:
-        return contextlib.nullcontext()  # it always can
-
     def constant(self, value: np.ndarray) -> Tensor:
         return tf.constant(value)
-
-    def write_back(self) -> None:
-        """Make the Keras variables current; here they always are."""
 
     def join_ragged(self, arrays: Sequence[np.ndarray]) -> Tensor:
         shapes = np.array([array.shape[1:] for array in arrays])
@@ -262,7 +256,7 @@ class TensorFlowBackend(Backend):
         loops = self._is_for_xla and not self.has_accelerator()
         if loops and is_worth_a_loop(gradient):
             return sum_in_rows(gradient)
-        return tf.reduce_sum(tf.square(gradient))
+        return super().sum_of_squares(gradient)
 
     def apply(
         self,
@@ -413,14 +407,6 @@ class TensorFlowBackend(Backend):
         devices = tf.config.list_logical_devices()
         return any(device.device_type != "CPU" for device in devices)
 
-    @property
-    def gives_values(self) -> bool:
-        return False
-
-    @property
-    def runs_ahead(self) -> bool:
-        return self.has_accelerator()
-
     def measure_peak(
         self, run: Callable[[], Any], variables: list[Variable]
     ) -> int:
@@ -437,9 +423,6 @@ class TensorFlowBackend(Backend):
         finally:
             backup.put_back()
         return held + peak.bytes
-
-    def memory_limit_bytes(self) -> int | None:
-        return None
 
     def is_out_of_memory(self, error: Exception) -> bool:
         return isinstance(error, tf.errors.ResourceExhaustedError)

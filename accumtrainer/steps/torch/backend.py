@@ -55,6 +55,7 @@ class TorchBackend(Backend):
     fit_hands_state_over = False
     fit_compiles = False
     fit_hands_batches = True
+    compiles_evaluation = False
 
     def __init__(self, *, run_eagerly: bool = False, model: Any = None):
         self._run_eagerly = run_eagerly
@@ -90,16 +91,8 @@ class TorchBackend(Backend):
         return default_device().type != "cpu"
 
     @property
-    def compiles_evaluation(self) -> bool:
-        return False
-
-    @property
     def gives_values(self) -> bool:
         return not self._run_eagerly
-
-    @property
-    def runs_ahead(self) -> bool:
-        return self.has_accelerator()
 
     def variables_beside(self, model: Model) -> list[Variable]:
         if not model.built or self._modules.model is not model:
@@ -151,15 +144,6 @@ class TorchBackend(Backend):
         finally:
             self._is_recording = False
 
-    def accepts(self, is_finite: Tensor) -> Tensor:
-        return is_finite
-
-    def check(self, was_applied: Callable[[], bool]) -> None:
-        pass  # PyTorch raises where an index is outside
-
-    def with_float64(self) -> AbstractContextManager:
-        return contextlib.nullcontext()  # it always can
-
     def constant(self, value: np.ndarray) -> Tensor:
         return to_tensor(value)
 
@@ -181,22 +165,8 @@ class TorchBackend(Backend):
             return gradients_of_rows(objective, variables, values)
         return gradients(objective, variables, values)
 
-    def add(self, total: Tensor, gradient: Tensor) -> Tensor:
-        return total + gradient.float()
-
     def add_to(self, variable: Variable, gradient: Tensor) -> None:
         variable.value.add_(gradient)
-
-    def sum_of_squares(self, gradient: Tensor) -> Tensor:
-        return torch.sum(torch.square(gradient))
-
-    def apply(
-        self,
-        optimizer: Any,
-        gradients: list[Tensor | None],
-        variables: list[Variable],
-    ) -> None:
-        optimizer.apply(gradients, variables)
 
     def cond(
         self,
@@ -320,10 +290,6 @@ class TorchBackend(Backend):
         self, iterator: Iterator, count: int
     ) -> tuple[Iterable[Nest] | None, Nest]:
         return list(iterator)[:count], None
-
-    def is_distributed(self, model: Model) -> bool:
-        del model
-        return False
 
     # To look at what it does.
 
