@@ -4,7 +4,6 @@ from collections.abc import Collection, Hashable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import numpy as np
 import optree
 
 from accumtrainer import errors
@@ -63,11 +62,6 @@ class Survey:
     embedding_dtypes: Any
     others_read: list[Variable]
     others_written: list[Variable]
-
-    @property
-    def is_sum(self) -> np.ndarray:
-        """Which of the losses are no means, `(losses,)`, bool."""
-        return np.array([loss.is_sum for loss in self.losses])
 
     @property
     def signature(self) -> Hashable:
