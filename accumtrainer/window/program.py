@@ -301,8 +301,9 @@ class WindowProgram:
         index: Tensor,
         micro_batches: Tensor,
         totals: Tensor,
-        is_even: bool,
         cached: Cached = None,
+        *,
+        is_even: bool,
     ) -> tuple[Tensor, Uses]:
         """Consume one micro-batch of a window.
 
@@ -311,8 +312,8 @@ class WindowProgram:
             index: scalar, int32.
             micro_batches: scalar, int32, k.
             totals: `(losses,)`, float32, see `measure_weights`.
-            is_even: whether all have this one's shape.
             cached: what `differentiate` returns for it, if it was called.
+            is_even: whether all have this one's shape.
 
         Returns:
             Pair: packed numbers, see `Passes.run`, and which variables it
@@ -369,7 +370,7 @@ class WindowProgram:
             joined, micro_batches, self.variables.window
         )
 
-    def perturb(self, micro_batches: Tensor, is_even: bool) -> None:
+    def perturb(self, micro_batches: Tensor, *, is_even: bool) -> None:
         """Move the weights to where the window is to run again.
 
         What must keep them meanwhile has been made.
@@ -412,7 +413,7 @@ class WindowProgram:
         return report
 
     def take_gradients(
-        self, micro_batches: Tensor, is_even: bool
+        self, micro_batches: Tensor, *, is_even: bool
     ) -> tuple[Tensor, list[Tensor]]:
         """Average what `run_micro_batch` has accumulated, and apply nothing.
 
