@@ -41,7 +41,15 @@ class Compiled(Protocol):
 
 
 class Backend(WindowBackend):
-    """The functions of a backend: those of `WindowBackend`, and these."""
+    """The functions of a backend: those of `WindowBackend`, and these.
+
+    Args:
+        model: the one whose replicas share windows out, if it has several;
+            `None` to keep to one device.
+        run_eagerly: whether nothing is compiled, for debugging.
+        compiles_all_shapes: whether XLA compiles what it may for all shapes,
+            and not only for the first few where others can run without it.
+    """
 
     name: ClassVar[str]
     """As in `KERAS_BACKEND`."""
@@ -61,25 +69,14 @@ class Backend(WindowBackend):
     fit_hands_batches: ClassVar[bool] = False
     """Whether `Model.fit` hands over batches, and no iterator of them."""
 
-    @classmethod
     @abc.abstractmethod
-    def of_model(
-        cls,
+    def __init__(
+        self,
         model: Model | None,
         *,
         run_eagerly: bool,
         compiles_all_shapes: bool,
-    ) -> "Backend":
-        """Make the backend for a model.
-
-        Args:
-            model: the one whose replicas share windows out, if it has
-                several; `None` to keep to one device.
-            run_eagerly: whether nothing is compiled, for debugging.
-            compiles_all_shapes: whether XLA compiles what it may for all
-                shapes, and not only for the first few where others can run
-                without it.
-        """
+    ): ...
 
     # Which plan suits it.
 

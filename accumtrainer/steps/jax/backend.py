@@ -37,13 +37,7 @@ from accumtrainer.window.weighing import Shares
 
 
 class JaxBackend(Backend):
-    """The functions of a backend, on JAX.
-
-    Args:
-        run_eagerly: whether to run everything operation by operation.
-        distribution: `keras.distribution.Distribution`, or `None` to use one
-            device.
-    """
+    """The functions of a backend, on JAX."""
 
     name = "jax"
     predicts_memory = True
@@ -52,24 +46,20 @@ class JaxBackend(Backend):
     compiles_evaluation = True
     runs_ahead = True
 
-    def __init__(self, *, run_eagerly: bool = False, distribution: Any = None):
-        self._run_eagerly = run_eagerly
-        self.replicas: JaxReplicas = JaxReplicas(distribution)
-        self._holders: dict[int, Holder] = {}
-        self._active: Holder | None = None
-        self._has_warned = False
-
-    @classmethod
-    def of_model(
-        cls,
+    def __init__(
+        self,
         model: Model | None,
         *,
         run_eagerly: bool,
         compiles_all_shapes: bool,
-    ) -> "Backend":
+    ):
         del compiles_all_shapes  # XLA is all there is
+        self._run_eagerly = run_eagerly
         distribution = None if model is None else current_distribution()
-        return cls(run_eagerly=run_eagerly, distribution=distribution)
+        self.replicas: JaxReplicas = JaxReplicas(distribution)
+        self._holders: dict[int, Holder] = {}
+        self._active: Holder | None = None
+        self._has_warned = False
 
     @property
     def gives_values(self) -> bool:

@@ -43,14 +43,7 @@ from accumtrainer.window.weighing import Shares
 
 
 class TensorFlowBackend(Backend):
-    """The functions of a backend, on TensorFlow.
-
-    Args:
-        run_eagerly: whether to run everything as plain Python.
-        strategy: `tf.distribute.Strategy` whose replicas share windows out,
-            or `None` to use one device.
-        compiles_all_shapes: see `of_model`.
-    """
+    """The functions of a backend, on TensorFlow."""
 
     name = "tensorflow"
     has_ragged = True
@@ -61,12 +54,13 @@ class TensorFlowBackend(Backend):
 
     def __init__(
         self,
+        model: Model | None,
         *,
-        run_eagerly: bool = False,
-        strategy: Any = None,
-        compiles_all_shapes: bool = False,
+        run_eagerly: bool,
+        compiles_all_shapes: bool,
     ):
         self._run_eagerly = run_eagerly
+        strategy = None if model is None else strategy_of(model)
         self.replicas: TensorFlowReplicas = TensorFlowReplicas(strategy)
         self._xla_shapes = XlaShapes(
             None if compiles_all_shapes else XLA_SHAPES, warn_of_many_shapes
@@ -78,21 +72,6 @@ class TensorFlowBackend(Backend):
         self._is_for_xla = False
         # What rows that a function is mapped over have found of indices.
         self._found_in_row: list[Tensor] | None = None
-
-    @classmethod
-    def of_model(
-        cls,
-        model: Model | None,
-        *,
-        run_eagerly: bool,
-        compiles_all_shapes: bool,
-    ) -> "Backend":
-        strategy = None if model is None else strategy_of(model)
-        return cls(
-            run_eagerly=run_eagerly,
-            strategy=strategy,
-            compiles_all_shapes=compiles_all_shapes,
-        )
 
     def prefer(
         self, *, loops_badly: bool, supports_jit: bool

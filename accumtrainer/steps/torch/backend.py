@@ -42,12 +42,7 @@ IS_PROFILING = "_is_profiler_enabled"
 
 
 class TorchBackend(Backend):
-    """The functions of a backend, on PyTorch.
-
-    Args:
-        run_eagerly: whether to run everything operation by operation.
-        is_alone: whether to keep to this process, whatever others there are.
-    """
+    """The functions of a backend, on PyTorch."""
 
     name = "torch"
     predicts_memory = False
@@ -57,7 +52,18 @@ class TorchBackend(Backend):
     fit_hands_batches = True
     compiles_evaluation = False
 
-    def __init__(self, *, run_eagerly: bool = False, model: Any = None):
+    def __init__(
+        self,
+        model: Model | None,
+        *,
+        run_eagerly: bool,
+        compiles_all_shapes: bool,
+    ):
+        del compiles_all_shapes
+        if KERAS_NAME != "keras":
+            raise ImportError(errors.KERAS_CORE_ON_TORCH)
+        if model is not None:
+            draw_from_own_states(model)
         self._run_eagerly = run_eagerly
         self._model = model
         self.replicas: TorchReplicas = TorchReplicas(is_alone=model is None)
@@ -65,21 +71,6 @@ class TorchBackend(Backend):
         self._is_recording = False
         self._is_mapping = False
         self._modules = Modules(None)
-
-    @classmethod
-    def of_model(
-        cls,
-        model: Model | None,
-        *,
-        run_eagerly: bool,
-        compiles_all_shapes: bool,
-    ) -> "Backend":
-        del compiles_all_shapes
-        if KERAS_NAME != "keras":
-            raise ImportError(errors.KERAS_CORE_ON_TORCH)
-        if model is not None:
-            draw_from_own_states(model)
-        return cls(run_eagerly=run_eagerly, model=model)
 
     def prefer(
         self, *, loops_badly: bool, supports_jit: bool
