@@ -74,6 +74,31 @@ class Replicas:
         del variables
         return contextlib.nullcontext()
 
+    def sum(
+        self,
+        function: Callable[[Tensor, Shares], Nest],
+        shares: Shares,
+        *,
+        reading: list[Variable],
+        moving: list[Variable],
+    ) -> Nest:
+        """Run a function on every replica, and add up what they return.
+
+        What it writes to variables is forgotten.
+
+        Args:
+            function: function of the replica's index, a scalar int32, and of
+                its shares.
+            shares: tensors, of the replicas of this process; on JAX of all.
+            reading: variables it only reads; others that it reads have one
+                value for all replicas.
+            moving: variables it may write to.
+
+        Returns:
+            The nest of sums.
+        """
+        raise AssertionError(f"one device adds up nothing: {function}")
+
 
 class WindowBackend(abc.ABC):
     """The functions that windows are computed with.
@@ -227,28 +252,3 @@ class WindowBackend(abc.ABC):
     def write_back(self) -> None:
         """Make the Keras variables current, for host code that can look."""
         return  # they always are
-
-    @abc.abstractmethod
-    def sum_over_replicas(
-        self,
-        function: Callable[[Tensor, Shares], Nest],
-        shares: Shares,
-        *,
-        reading: list[Variable],
-        moving: Sequence[Variable] = (),
-    ) -> Nest:
-        """Run a function on every replica, and add up what they return.
-
-        What it writes to variables is forgotten.
-
-        Args:
-            function: function of the replica's index, a scalar int32, and of
-                its shares.
-            shares: tensors, those of all replicas.
-            reading: variables it only reads; others that it reads have one
-                value for all replicas.
-            moving: variables it may write to.
-
-        Returns:
-            The nest of sums.
-        """

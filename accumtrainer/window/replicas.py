@@ -228,7 +228,7 @@ class SharedWindow:
         moving = [*self._merger.variables, *self._variables.start]
         ids = {id(variable) for variable in moving}
         reading = self._variables.read_by_passes
-        return self._backend.sum_over_replicas(
+        return self._backend.replicas.sum(
             function,
             shares,
             reading=[v for v in reading if id(v) not in ids],

@@ -33,7 +33,6 @@ from accumtrainer.steps.jax.programs import (
     values_in,
 )
 from accumtrainer.steps.jax.replicas import JaxReplicas
-from accumtrainer.window.weighing import Shares
 
 
 class JaxBackend(Backend):
@@ -89,7 +88,7 @@ class JaxBackend(Backend):
         def pure(
             arrays: list[Tensor], arguments: tuple
         ) -> tuple[Nest, list[Tensor]]:
-            self._traced = holder.variables
+            self._traced = self.replicas.traced = holder.variables
             with scope_of(holder.variables, arrays) as scope:
                 result = function(*arguments)
             return result, values_in(scope, holder.variables)
@@ -113,17 +112,6 @@ class JaxBackend(Backend):
         for holder in self._holders.values():
             holder.arrays = None
         self._active = None
-
-    def sum_over_replicas(
-        self,
-        function: Callable[[Tensor, Shares], Nest],
-        shares: Shares,
-        *,
-        reading: list[Variable],
-        moving: Sequence[Variable] = (),
-    ) -> Nest:
-        del reading, moving  # all variables are known here
-        return self.replicas.sum(function, shares, self._traced)
 
     @contextlib.contextmanager
     def with_float64(self) -> Iterator[None]:

@@ -39,7 +39,6 @@ from accumtrainer.steps.tensorflow.replicas import (
     outside_of_strategies,
 )
 from accumtrainer.steps.tensorflow.squares import is_worth_a_loop, sum_in_rows
-from accumtrainer.window.weighing import Shares
 
 
 class TensorFlowBackend(Backend):
@@ -110,7 +109,7 @@ class TensorFlowBackend(Backend):
             jit_compile = jit_compile and not _has_copies(program.all_variables)
 
         def traced(uses_xla: bool, *arguments: Nest) -> Nest:
-            self._jit_compile = uses_xla
+            self._jit_compile = self.replicas.jit_compile = uses_xla
             self._is_for_xla = uses_xla and not is_outside
             return function(*arguments)
 
@@ -132,22 +131,6 @@ class TensorFlowBackend(Backend):
     def expect(self, function: Any, calls: Sequence[tuple]) -> None:
         if isinstance(function, Compiled):
             function.expect(calls)
-
-    def sum_over_replicas(
-        self,
-        function: Callable[[Tensor, Shares], Nest],
-        shares: Shares,
-        *,
-        reading: list[Variable],
-        moving: Sequence[Variable] = (),
-    ) -> Nest:
-        return self.replicas.sum(
-            function,
-            shares,
-            reading=reading,
-            moving=moving,
-            jit_compile=self._jit_compile,
-        )
 
     def constant(self, value: np.ndarray) -> Tensor:
         return tf.constant(value)

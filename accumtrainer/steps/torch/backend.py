@@ -35,7 +35,6 @@ from accumtrainer.steps.torch.seeds import (
 )
 from accumtrainer.steps.torch.tensors import default_device, to_tensor
 from accumtrainer.steps.torch.trials import Trial
-from accumtrainer.window.weighing import Shares
 
 IS_PROFILING = "_is_profiler_enabled"
 """What tells whether a profiler is running; it has no public name."""
@@ -235,17 +234,6 @@ class TorchBackend(Backend):
 
     def sum_rows(self, stacked: Tensor) -> Tensor:
         return torch.sum(stacked, dim=0)
-
-    def sum_over_replicas(
-        self,
-        function: Callable[[Tensor, Shares], Nest],
-        shares: Shares,
-        *,
-        reading: list[Variable],
-        moving: Sequence[Variable] = (),
-    ) -> Nest:
-        del reading  # they are where they always are
-        return self.replicas.sum(function, shares, moving)
 
     # Memory.
 
