@@ -96,9 +96,7 @@ class EvaluationProgram:
         with collect_logs(self._hooks):
             measured = self._objective.measure(batch, self._info())
         self.losses = measured.losses
-        return total_loss(
-            measured.means(), measured.losses, measured.regularization
-        )
+        return measured.total()
 
     @property
     def all_variables(self) -> list[Any]:

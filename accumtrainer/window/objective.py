@@ -43,6 +43,10 @@ class Measured:
             return ops.cast(losses[0].denominator, "float32")
         return self.samples
 
+    def total(self) -> Tensor:
+        """Add the losses up, with the regularization; see `total_loss`."""
+        return total_loss(self.means(), self.losses, self.regularization)
+
     def means(self) -> Tensor:
         """Stack the losses' values, tensor `(n,)`, float32."""
         return _stack([loss.mean for loss in self.losses])

@@ -23,7 +23,6 @@ from accumtrainer.window.objective import (
     is_random_state,
     metric_variables,
     results,
-    total_loss,
 )
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.passes import Passes
@@ -148,9 +147,7 @@ def take_survey(parts: WindowParts, passes: Passes, batch: Batch) -> Survey:
         hooks.after_apply(info)
         seen["losses"] = measured.losses
         seen["embedding_dtypes"] = passes.dtypes_of_embeddings(changed)
-        return total_loss(
-            measured.means(), measured.losses, measured.regularization
-        )
+        return measured.total()
 
     book, known = context_of(hooks).log_book, parts.variables
     with book.surveying() as reductions, Scratch(known) as scope:
