@@ -38,7 +38,7 @@ from accumtrainer.keras_api import (
     compiled_arguments,
     keras,
 )
-from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
+from accumtrainer.keras_api.types import Model, Nest
 from accumtrainer.progress import Progress
 from accumtrainer.steps import Step, choose_plan, make_backend
 from accumtrainer.steps.backend import Backend
@@ -380,18 +380,20 @@ class FitAccumulator(Hooks):
 
     def _prepare(self, batch: Batch) -> None:
         """Build what is missing before the first micro-batch of a `fit`."""
-        if self._program is not None:
-            self._program.learn(batch)
-            self._can_stream = self._program.can_stream
-            self._check_bare_losses(self._program.survey.losses, batch)
-            return
-        self._backend.write_back()
-        self._build_model(batch)
-        warn_of_nothing_to_train(self.model)
-        program = WindowProgram(self._parts)
+        if self._program is None:
+            self._backend.write_back()
+            self._build_model(batch)
+            warn_of_nothing_to_train(self.model)
+        program = self._program or WindowProgram(self._parts)
         program.learn(batch)
+        self._can_stream = program.can_stream
+        self._check_bare_losses(program.survey.losses, batch)
+        if self._program is None:
+            self._begin(program)
+
+    def _begin(self, program: WindowProgram) -> None:
+        """Choose how windows run, now that it is known what they are like."""
         survey = program.survey
-        self._check_bare_losses(survey.losses, batch)
         plan = choose_plan(
             self.model,
             survey.operations,
@@ -400,7 +402,6 @@ class FitAccumulator(Hooks):
             run_eagerly=self.model.run_eagerly,
         )
         self._is_fused = plan.name == "fused"
-        self._can_stream = program.can_stream
         # While `fit` has the state, nothing can be made any more.
         program.variables.make_accumulators()
         show = functools.partial(show_in_metrics, program)
@@ -461,10 +462,8 @@ class FitAccumulator(Hooks):
 
     def _read_counters(self) -> dict[str, int]:
         names = ("updates", "skipped_updates", "consecutive_skips")
-        return {name: self._read(getattr(self._state, name)) for name in names}
-
-    def _read(self, variable: Variable) -> Tensor:
-        return as_number(self._fit_state.read(variable))
+        read, state = self._fit_state.read, self._state
+        return {name: as_number(read(getattr(state, name))) for name in names}
 
 
 def _check_fit(model: Model, backend: Backend) -> None:

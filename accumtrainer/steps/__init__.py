@@ -40,7 +40,7 @@ def make_backend(
         run_eagerly: whether to run everything as plain Python.
         model: `keras.Model` whose replicas share windows out, if it has
             several; `None` to keep to one device.
-        compiles_all_shapes: see `Backend.of_model`.
+        compiles_all_shapes: see `Backend`.
 
     Raises:
         ImportError: the backend is not supported.
@@ -56,7 +56,7 @@ def make_backend(
             )
         )
     chosen = importlib.import_module(f"{module}.backend").THE_BACKEND
-    return chosen.of_model(
+    return chosen(
         model,
         run_eagerly=run_eagerly,
         compiles_all_shapes=compiles_all_shapes,

@@ -8,6 +8,7 @@ variables are Keras's, and a *nest* is made of tuples, lists and dicts, with
 """
 
 import abc
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal, Protocol
@@ -40,7 +41,15 @@ class Compiled(Protocol):
 
 
 class Backend(WindowBackend):
-    """The functions of a backend: those of `WindowBackend`, and these."""
+    """The functions of a backend: those of `WindowBackend`, and these.
+
+    Args:
+        model: the one whose replicas share windows out, if it has several;
+            `None` to keep to one device.
+        run_eagerly: whether nothing is compiled, for debugging.
+        compiles_all_shapes: whether XLA compiles what it may for all shapes,
+            and not only for the first few where others can run without it.
+    """
 
     name: ClassVar[str]
     """As in `KERAS_BACKEND`."""
@@ -60,25 +69,14 @@ class Backend(WindowBackend):
     fit_hands_batches: ClassVar[bool] = False
     """Whether `Model.fit` hands over batches, and no iterator of them."""
 
-    @classmethod
     @abc.abstractmethod
-    def of_model(
-        cls,
+    def __init__(
+        self,
         model: Model | None,
         *,
         run_eagerly: bool,
         compiles_all_shapes: bool,
-    ) -> "Backend":
-        """Make the backend for a model.
-
-        Args:
-            model: the one whose replicas share windows out, if it has
-                several; `None` to keep to one device.
-            run_eagerly: whether nothing is compiled, for debugging.
-            compiles_all_shapes: whether XLA compiles what it may for all
-                shapes, and not only for the first few where others can run
-                without it.
-        """
+    ): ...
 
     # Which plan suits it.
 
@@ -128,9 +126,9 @@ class Backend(WindowBackend):
         """
 
     @property
-    @abc.abstractmethod
     def runs_ahead(self) -> bool:
         """Whether programs are still running when a call of them returns."""
+        return self.has_accelerator()
 
     # To trace and to compile.
 
@@ -154,7 +152,6 @@ class Backend(WindowBackend):
         """Prepare a compiled function for arguments of different shapes."""
         del function, calls  # a program has one shape
 
-    @abc.abstractmethod
     def check(self, was_applied: Callable[[], bool]) -> None:
         """Refuse what a window was given, where its programs have noticed.
 
@@ -166,6 +163,8 @@ class Backend(WindowBackend):
         Raises:
             DataError: an index is outside of what it indexes.
         """
+        # PyTorch refuses an index at once; JAX none, nor does Keras on it.
+        return
 
     def compiled_shapes(self) -> dict[str, list[str]]:
         """Tell which shapes XLA has compiled for, while others run without.
@@ -179,9 +178,9 @@ class Backend(WindowBackend):
         """Have XLA compile for shapes as if they had come already."""
         del shapes
 
-    @abc.abstractmethod
     def with_float64(self) -> AbstractContextManager:
         """Make a scope in which float64 can be computed."""
+        return contextlib.nullcontext()  # it always can
 
     @abc.abstractmethod
     def constant(self, value: np.ndarray) -> Tensor:
@@ -200,9 +199,9 @@ class Backend(WindowBackend):
 
     # Memory.
 
-    @abc.abstractmethod
     def memory_limit_bytes(self) -> int | None:
         """Nine tenths of a device's memory, `None` if it does not tell."""
+        return None
 
     @abc.abstractmethod
     def peak_memory_bytes(self) -> int | None:
@@ -270,9 +269,10 @@ class Backend(WindowBackend):
         """Make a holder's variables current, but for those with given ids."""
         raise AssertionError(f"{self.name} keeps state: {holder}, {ids}")
 
-    @abc.abstractmethod
     def is_distributed(self, model: Model) -> bool:
         """Whether `Model.fit` runs the model by a strategy of the backend."""
+        del model
+        return False
 
     # To look at what it does.
 

@@ -14,7 +14,6 @@ from accumtrainer.steps.plan import Plan
 from accumtrainer.steps.report import Packed, Report, pack
 from accumtrainer.window.evaluation import EvaluationProgram
 from accumtrainer.window.gradients import Uses, join_uses
-from accumtrainer.window.passes import Cached
 from accumtrainer.window.program import Outcome, WindowProgram
 from accumtrainer.window.replicas import join_parts, share_out
 from accumtrainer.window.survey import kind_of
@@ -96,7 +95,9 @@ class Step:
         def run(
             batch: Batch, index: Tensor, count: Tensor
         ) -> tuple[Packed, Uses]:
-            _, used = program.run_micro_batch(batch, index, count, None, True)
+            _, used = program.run_micro_batch(
+                batch, index, count, None, is_even=True
+            )
             running = program.running_logs_with(index + 1)
             return self._pack({"running": running}), used
 
@@ -131,10 +132,7 @@ class Step:
         function, calls, _ = self._stream(window, window.split())
         rows = [function(*call)[0] for call in calls]
         is_even = window.is_even
-
-        def take(count: Tensor) -> tuple[Tensor, list[Tensor]]:
-            return self._program.take_gradients(count, is_even)
-
+        take = functools.partial(self._program.take_gradients, is_even=is_even)
         compiled = self.function(("take", is_even), take)
         loss, gradients = compiled(self._constant(window.micro_batches))
         self._backend.check(lambda: False)
@@ -206,10 +204,7 @@ class Step:
         function, calls, _ = self._stream(window, window.split())
         for call in calls:
             function(*call)
-
-        def move(count: Tensor) -> None:
-            program.perturb(count, is_even)
-
+        move = functools.partial(program.perturb, is_even=is_even)
         compiled = self.function(("perturb", is_even), move)
         compiled(self._constant(window.micro_batches))
 
@@ -246,18 +241,7 @@ class Step:
             )
             cached, marks = differentiate(list(starmap(embed, places)), count)
             used.append(marks)
-
-        def run(
-            batch: Batch,
-            index: Tensor,
-            count: Tensor,
-            totals: Tensor,
-            cached: Cached,
-        ) -> tuple[Tensor, Uses]:
-            return program.run_micro_batch(
-                batch, index, count, totals, is_even, cached
-            )
-
+        run = functools.partial(program.run_micro_batch, is_even=is_even)
         measures = program.passes.measures_gradients
         function = self.function(("micro_batch", is_even, measures), run)
         calls = [

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from accumtrainer.data.batches import Batch
+from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
 from accumtrainer.window.weighing import Shares
 
@@ -73,6 +74,31 @@ class Replicas:
         del variables
         return contextlib.nullcontext()
 
+    def sum(
+        self,
+        function: Callable[[Tensor, Shares], Nest],
+        shares: Shares,
+        *,
+        reading: list[Variable],
+        moving: list[Variable],
+    ) -> Nest:
+        """Run a function on every replica, and add up what they return.
+
+        What it writes to variables is forgotten.
+
+        Args:
+            function: function of the replica's index, a scalar int32, and of
+                its shares.
+            shares: tensors, of the replicas of this process; on JAX of all.
+            reading: variables it only reads; others that it reads have one
+                value for all replicas.
+            moving: variables it may write to.
+
+        Returns:
+            The nest of sums.
+        """
+        raise AssertionError(f"one device adds up nothing: {function}")
+
 
 class WindowBackend(abc.ABC):
     """The functions that windows are computed with.
@@ -102,7 +128,6 @@ class WindowBackend(abc.ABC):
             The names of the operations it consists of.
         """
 
-    @abc.abstractmethod
     def accepts(self, is_finite: Tensor) -> Tensor:
         """Say whether a window may be applied, which `check` may refuse.
 
@@ -112,6 +137,7 @@ class WindowBackend(abc.ABC):
         Returns:
             Scalar, bool.
         """
+        return is_finite
 
     @abc.abstractmethod
     def value_and_grad(
@@ -136,19 +162,18 @@ class WindowBackend(abc.ABC):
             embedding gradients added up, unless `keeps_rows`.
         """
 
-    @abc.abstractmethod
     def add(self, total: Tensor, gradient: Tensor) -> Tensor:
         """Return the sum, float32, of a tensor and a gradient."""
+        return total + ops.cast(gradient, "float32")
 
     @abc.abstractmethod
     def add_to(self, variable: Variable, gradient: Tensor) -> None:
         """Add a gradient to a float32 variable."""
 
-    @abc.abstractmethod
     def sum_of_squares(self, gradient: Tensor) -> Tensor:
         """Add up the squares of a tensor, float32."""
+        return ops.sum(ops.square(gradient))
 
-    @abc.abstractmethod
     def apply(
         self,
         optimizer: Any,
@@ -156,6 +181,7 @@ class WindowBackend(abc.ABC):
         variables: list[Variable],
     ) -> None:
         """Have a Keras optimizer change variables by gradients."""
+        optimizer.apply(gradients, variables)
 
     @abc.abstractmethod
     def cond(
@@ -223,31 +249,6 @@ class WindowBackend(abc.ABC):
     def sum_rows(self, stacked: Tensor) -> Tensor:
         """Add up a float32 tensor, large as it may be, over its first axis."""
 
-    @abc.abstractmethod
     def write_back(self) -> None:
         """Make the Keras variables current, for host code that can look."""
-
-    @abc.abstractmethod
-    def sum_over_replicas(
-        self,
-        function: Callable[[Tensor, Shares], Nest],
-        shares: Shares,
-        *,
-        reading: list[Variable],
-        moving: Sequence[Variable] = (),
-    ) -> Nest:
-        """Run a function on every replica, and add up what they return.
-
-        What it writes to variables is forgotten.
-
-        Args:
-            function: function of the replica's index, a scalar int32, and of
-                its shares.
-            shares: tensors, those of all replicas.
-            reading: variables it only reads; others that it reads have one
-                value for all replicas.
-            moving: variables it may write to.
-
-        Returns:
-            The nest of sums.
-        """
+        return  # they always are

@@ -3,8 +3,6 @@
 from collections.abc import Hashable
 from typing import Any
 
-import numpy as np
-
 from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.types import Metric, Tensor
@@ -98,9 +96,7 @@ class EvaluationProgram:
         with collect_logs(self._hooks):
             measured = self._objective.measure(batch, self._info())
         self.losses = measured.losses
-        return total_loss(
-            measured.means(), measured.losses, measured.regularization
-        )
+        return measured.total()
 
     @property
     def all_variables(self) -> list[Any]:
@@ -129,22 +125,21 @@ class EvaluationProgram:
         """
         with collect_logs(self._hooks) as logs:
             measured = self._objective.measure(batch, self._info())
-        self._objective.check(measured.losses)
-        means = measured.means()
-        is_sum = np.array([loss.is_sum for loss in measured.losses])
+        losses, means = measured.losses, measured.means()
+        self._objective.check(losses)
         samples = measured.samples
         weights = measured.denominators()
         self._running.add(
             Sums(
-                means * where_sum(is_sum, loader_samples, weights),
-                where_sum(is_sum, samples, weights),
+                means * where_sum(losses, loader_samples, weights),
+                where_sum(losses, samples, weights),
                 samples * measured.regularization,
                 samples,
                 samples,
             )
         )
         self._running.add_logs(logs)
-        return total_loss(means, measured.losses, measured.regularization)
+        return total_loss(means, losses, measured.regularization)
 
     def predict_batch(self, batch: Batch) -> Any:
         """Compute the predictions of a batch."""

@@ -156,7 +156,7 @@ class HookContext:
         cls, model: Any, arguments: dict[str, Any], denominator: Any
     ) -> "HookContext":
         """Look at a model, and at the arguments of `Model.compile`."""
-        computes_loss = overrides_compute_loss(model)
+        computes_loss = overrides(model, "compute_loss")
         compiled_loss = None
         if arguments["loss"] is not None and not computes_loss:
             compiled_loss = CompiledLoss(
@@ -334,11 +334,6 @@ class Hooks:
         self._context.log_book.record(name, value, weight, reduce)
 
     @property
-    def has_metrics(self) -> bool:
-        """Whether the model has metrics of its own to update."""
-        return self._context.has_metrics
-
-    @property
     def variables_of_loss(self) -> list[Any]:
         """Variables of the compiled loss, which mean nothing to training."""
         compiled_loss = self._context.compiled_loss
@@ -415,11 +410,6 @@ def takes_argument(function: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(
         p.kind is p.VAR_KEYWORD for p in parameters.values()
     )
-
-
-def overrides_compute_loss(model: Model) -> bool:
-    """Tell whether a model has a `compute_loss` of its own."""
-    return overrides(model, "compute_loss")
 
 
 def overrides(model: Model, name: str) -> bool:

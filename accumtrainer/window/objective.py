@@ -43,6 +43,10 @@ class Measured:
             return ops.cast(losses[0].denominator, "float32")
         return self.samples
 
+    def total(self) -> Tensor:
+        """Add the losses up, with the regularization; see `total_loss`."""
+        return total_loss(self.means(), self.losses, self.regularization)
+
     def means(self) -> Tensor:
         """Stack the losses' values, tensor `(n,)`, float32."""
         return _stack([loss.mean for loss in self.losses])
@@ -69,7 +73,7 @@ class Objective:
         self._lacks_a_loss = context.compiled_loss is None and not (
             overrides or context.model_computes_loss
         )
-        self._has_metrics = hooks.has_metrics
+        self._has_metrics = context.has_metrics
         self._model = model
 
     def measure(
@@ -95,8 +99,9 @@ class Objective:
         regularization = None
         if self._adds_losses:
             added, regularization = added_losses(self._model, of_activity())
-            if info.training and self._lacks_a_loss:
-                _check_added(added, regularization)
+            is_nothing = not added and regularization is None
+            if is_nothing and info.training and self._lacks_a_loss:
+                raise ValueError(errors.NO_LOSS)
             losses += self._weigh_added(added, batch, samples)
         outputs = outputs if self._has_metrics else None
         if updates_metrics:
@@ -150,14 +155,6 @@ class Objective:
                 loss = self._hooks._known_weight(value, batch)
             losses.append(loss)
         return losses
-
-
-def _check_added(
-    added: list[tuple[str, Any]], regularization: Tensor | None
-) -> None:
-    """Refuse a model that nothing adds a loss to."""
-    if not added and regularization is None:
-        raise ValueError(errors.NO_LOSS)
 
 
 def total_loss(

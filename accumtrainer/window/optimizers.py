@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from accumtrainer.keras_api import is_known_to, ops, optimizers_of
-from accumtrainer.keras_api.types import Optimizer, Tensor, Variable
+from accumtrainer.keras_api.types import Optimizer, Tensor
 from accumtrainer.window.clipping import finite_norm, global_norm
 from accumtrainer.window.gradients import Gradients
 from accumtrainer.window.parts import WindowParts
@@ -49,7 +49,11 @@ class Optimizers:
         self._members = [
             _Member(
                 optimizer=optimizer,
-                positions=_positions(optimizer, variables),
+                positions=frozenset(
+                    position
+                    for position, variable in enumerate(variables)
+                    if is_known_to(optimizer, variable)
+                ),
             )
             for optimizer in members
             if optimizer.built
@@ -122,16 +126,6 @@ class Optimizers:
     ) -> list[Tensor]:
         """Pick what a member clips."""
         return self._gradients.ordinary(gradients, member.positions)
-
-
-def _positions(
-    optimizer: Optimizer, variables: list[Variable]
-) -> frozenset[int]:
-    return frozenset(
-        position
-        for position, variable in enumerate(variables)
-        if is_known_to(optimizer, variable)
-    )
 
 
 def clipped_norm(gradients: list[Tensor], optimizer: Optimizer) -> Tensor:

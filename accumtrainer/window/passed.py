@@ -2,8 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from accumtrainer.keras_api.types import Tensor
 from accumtrainer.window.numbers import Sums
 from accumtrainer.window.objective import Measured, total_loss
@@ -41,14 +39,14 @@ def summary_of(
 ) -> dict[str, Any]:
     """Gather what must leave the differentiated function, as tensors."""
     means, weights = measured.means(), measured.denominators()
-    is_sum = np.array([loss.is_sum for loss in measured.losses])
+    losses = measured.losses
     return {
-        "loss": total_loss(means, measured.losses, measured.regularization),
-        "numerators": means * where_sum(is_sum, 1.0, weights),
-        "denominators": where_sum(is_sum, 0.0, weights),
+        "loss": total_loss(means, losses, measured.regularization),
+        "numerators": means * where_sum(losses, 1.0, weights),
+        "denominators": where_sum(losses, 0.0, weights),
         "regularization": measured.regularization,
         "weight": measured.weight,
-        "gradient_weight": gradient_weight(measured.losses, weighing),
+        "gradient_weight": gradient_weight(losses, weighing),
         "samples": measured.samples,
         "logs": logs,
     }

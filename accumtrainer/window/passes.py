@@ -113,12 +113,6 @@ class Passes:
         if self._may_draw:
             self._state.fold_in(share.number_of(index))
 
-    def _prepare(
-        self, batch: Batch, index: Tensor, share: Share, info: Info
-    ) -> Batch:
-        self._fold_in(index, share)
-        return self._hooks.on_micro_batch(batch, info)
-
     # One micro-batch.
 
     def run(
@@ -378,8 +372,9 @@ class Passes:
             without its inputs, as `on_micro_batch` has left it.
         """
         info = self.info(index, share)
+        self._fold_in(index, share)
         with collect_logs(self._hooks):
-            batch = self._prepare(batch, index, share, info)
+            batch = self._hooks.on_micro_batch(batch, info)
         with self.layers_in_window(index):
             return self._cache.embed(batch, info)
 

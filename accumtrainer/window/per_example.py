@@ -15,8 +15,6 @@ whole micro-batch, afterwards.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch, leaves, map_leaves
 from accumtrainer.keras_api import (
@@ -132,10 +130,9 @@ def joined(
     """
     each = examples.summary
     summary = each | {k: ops.sum(each[k], axis=0) for k in SUMMED}
-    is_sum = np.array([loss.is_sum for loss in losses])
     numerators = summary["numerators"]
     means = window_means(numerators, summary["denominators"])
-    means = where_sum(is_sum, numerators, means)
+    means = where_sum(losses, numerators, means)
     regularization = ops.mean(each["regularization"])
     summary["regularization"] = regularization
     summary["loss"] = total_loss(means, losses, regularization)

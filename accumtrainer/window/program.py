@@ -31,7 +31,7 @@ as a function of the variables' values (JAX); what must differ is asked of the
 backend: to differentiate, to loop, to branch, to compile.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from accumtrainer.data.batches import Batch, leaves, map_leaves
@@ -216,16 +216,29 @@ class WindowProgram:
         ):
             weighing = weighing.divide_first(micro_batches)
         share = Share.whole(micro_batches, weighing)
-        count = ops.cast(micro_batches, "int32")
         self.variables.keep_start()
         with self.variables.begun_empty():
-            if self.passes.perturbs:
-                _, sums, _ = self._run_all(stacked, share)
-                before = self._update.perturb(count, weighing, sums)
-            per_micro_batch, sums, used = self._run_all(stacked, share)
-            if self.passes.perturbs:
-                self.variables.move_weights_back(before)
-            report = self._update.apply(count, weighing, sums, used)
+            return self._run_and_apply(self._run_all, stacked, share)
+
+    def _run_and_apply(
+        self,
+        run: Callable[[Any, Share], tuple[Tensor, list[Tensor], Uses]],
+        window: Batch | Shares,
+        share: Share,
+    ) -> Outcome:
+        """Run all of a window, a second time if weights move, and apply it.
+
+        Args:
+            run: runs the window by what `share` says; see `_run_all`.
+        """
+        count, weighing = ops.cast(share.total, "int32"), share.weighing
+        if self.passes.perturbs:
+            _, sums, _ = run(window, share)
+            before = self._update.perturb(count, weighing, sums)
+        per_micro_batch, sums, used = run(window, share)
+        if self.passes.perturbs:
+            self.variables.move_weights_back(before)
+        report = self._update.apply(count, weighing, sums, used)
         return report | {"per_micro_batch": per_micro_batch}
 
     def _run_all(
@@ -275,26 +288,10 @@ class WindowProgram:
         share, is_even = share_of(shares, self._backend.replicas.count)
         weighing = self._weighing(is_even=is_even)
         share = share._replace(weighing=weighing)
-        count = ops.cast(share.total, "int32")
         self.variables.keep_start()
-        if self.passes.perturbs:
-            sums, _, _ = self._run_all_shares(shares, share)
-            before = self._update.perturb(count, weighing, sums)
-        sums, per_micro_batch, used = self._run_all_shares(shares, share)
-        if self.passes.perturbs:
-            self.variables.move_weights_back(before)
-        report = self._update.apply(count, weighing, sums, used)
+        outcome = self._run_and_apply(self._shared.run, shares, share)
         self.variables.window.clear()
-        return report | {"per_micro_batch": per_micro_batch}
-
-    def _run_all_shares(
-        self, shares: Shares, share: Share
-    ) -> tuple[list[Tensor], Tensor, Uses]:
-        """Have replicas run their shares; see `SharedWindow.run`."""
-        if share.weighing.needs_totals:
-            totals = self._shared.totals(shares, share)
-            share = share._replace(totals=totals)
-        return self._shared.run(shares, share)
+        return outcome
 
     # One micro-batch after the other.
 
@@ -304,8 +301,9 @@ class WindowProgram:
         index: Tensor,
         micro_batches: Tensor,
         totals: Tensor,
-        is_even: bool,
         cached: Cached = None,
+        *,
+        is_even: bool,
     ) -> tuple[Tensor, Uses]:
         """Consume one micro-batch of a window.
 
@@ -314,8 +312,8 @@ class WindowProgram:
             index: scalar, int32.
             micro_batches: scalar, int32, k.
             totals: `(losses,)`, float32, see `measure_weights`.
-            is_even: whether all have this one's shape.
             cached: what `differentiate` returns for it, if it was called.
+            is_even: whether all have this one's shape.
 
         Returns:
             Pair: packed numbers, see `Passes.run`, and which variables it
@@ -372,7 +370,7 @@ class WindowProgram:
             joined, micro_batches, self.variables.window
         )
 
-    def perturb(self, micro_batches: Tensor, is_even: bool) -> None:
+    def perturb(self, micro_batches: Tensor, *, is_even: bool) -> None:
         """Move the weights to where the window is to run again.
 
         What must keep them meanwhile has been made.
@@ -415,7 +413,7 @@ class WindowProgram:
         return report
 
     def take_gradients(
-        self, micro_batches: Tensor, is_even: bool
+        self, micro_batches: Tensor, *, is_even: bool
     ) -> tuple[Tensor, list[Tensor]]:
         """Average what `run_micro_batch` has accumulated, and apply nothing.
 

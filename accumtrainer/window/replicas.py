@@ -168,7 +168,7 @@ class SharedWindow:
     def _merger(self) -> "Merger":
         return Merger(self._merging_rules(), self._backend)
 
-    def totals(self, shares: Shares, share: Share) -> Tensor:
+    def _totals(self, shares: Shares, share: Share) -> Tensor:
         """Measure the denominators `(losses,)` of the window."""
         return self._sum_over_replicas(
             lambda replica, shares: self._totals_of_one(
@@ -179,18 +179,20 @@ class SharedWindow:
 
     def run(
         self, shares: Shares, share: Share
-    ) -> tuple[list[Tensor], Tensor, Uses]:
+    ) -> tuple[Tensor, list[Tensor], Uses]:
         """Run all shares, and merge what replicas did to variables.
 
         Args:
             shares: of tensors.
-            share: what `share_of` says of them, with weighing and totals.
+            share: what `share_of` says of them, with weighing.
 
         Returns:
-            Triple: the sums of gradients, float32; the packed `OfPart`s
-            `[k, n]` of what was run, added up over all replicas that count
-            it; and which variables the window uses.
+            Triple: the packed `OfPart`s `[k, n]` of what was run, added up
+            over all replicas that count it; the sums of gradients, float32;
+            and which variables the window uses.
         """
+        if share.weighing.needs_totals:
+            share = share._replace(totals=self._totals(shares, share))
         merger = self._merger
         overwritten = self._passes.gradients.overwritten
 
@@ -218,7 +220,7 @@ class SharedWindow:
             weights = layer.window_weights
             if weights and all(id(weight) in known for weight in weights):
                 layer.merge([known[id(weight)] for weight in weights])
-        return sums, rows, used
+        return rows, sums, used
 
     def _sum_over_replicas(
         self, function: Callable[[Tensor, Shares], Nest], shares: Shares
@@ -226,7 +228,7 @@ class SharedWindow:
         moving = [*self._merger.variables, *self._variables.start]
         ids = {id(variable) for variable in moving}
         reading = self._variables.read_by_passes
-        return self._backend.sum_over_replicas(
+        return self._backend.replicas.sum(
             function,
             shares,
             reading=[v for v in reading if id(v) not in ids],

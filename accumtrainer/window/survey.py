@@ -4,7 +4,6 @@ from collections.abc import Collection, Hashable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import numpy as np
 import optree
 
 from accumtrainer import errors
@@ -24,7 +23,6 @@ from accumtrainer.window.objective import (
     is_random_state,
     metric_variables,
     results,
-    total_loss,
 )
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.passes import Passes
@@ -63,11 +61,6 @@ class Survey:
     embedding_dtypes: Any
     others_read: list[Variable]
     others_written: list[Variable]
-
-    @property
-    def is_sum(self) -> np.ndarray:
-        """Which of the losses are no means, `(losses,)`, bool."""
-        return np.array([loss.is_sum for loss in self.losses])
 
     @property
     def signature(self) -> Hashable:
@@ -154,9 +147,7 @@ def take_survey(parts: WindowParts, passes: Passes, batch: Batch) -> Survey:
         hooks.after_apply(info)
         seen["losses"] = measured.losses
         seen["embedding_dtypes"] = passes.dtypes_of_embeddings(changed)
-        return total_loss(
-            measured.means(), measured.losses, measured.regularization
-        )
+        return measured.total()
 
     book, known = context_of(hooks).log_book, parts.variables
     with book.surveying() as reductions, Scratch(known) as scope:

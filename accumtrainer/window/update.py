@@ -270,8 +270,8 @@ class Update:
     def _window_means(self) -> tuple[Tensor, Sums]:
         added = self._variables.window.read()
         means = window_means(added.numerators, added.denominators)
-        is_sum = self._variables.survey.is_sum
-        return where_sum(is_sum, added.numerators, means), added
+        losses = self._variables.survey.losses
+        return where_sum(losses, added.numerators, means), added
 
     def _commit(
         self,
@@ -323,7 +323,7 @@ class Update:
         """Add the window to the epoch's running means."""
         samples = added.samples
         weights = where_sum(
-            self._variables.survey.is_sum, samples, added.denominators
+            self._variables.survey.losses, samples, added.denominators
         )
         regularization = samples * added.regularization / count
         self._variables.epoch.add(

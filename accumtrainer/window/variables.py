@@ -164,12 +164,7 @@ class WindowVariables:
         """Make room for the values that variables have before a window."""
         self._kept = unique([*self._kept, *variables])
         self.start += [
-            keras.Variable(
-                ops.copy(v),
-                dtype=v.dtype,
-                trainable=False,
-                name=f"start_{position}",
-            )
+            _copy_of(v, f"start_{position}")
             for position, v in enumerate(self._kept)
             if position >= len(self.start)
         ]
@@ -261,12 +256,7 @@ class WindowVariables:
             return
         self._backend.write_back()
         self.weights_before = [
-            keras.Variable(
-                ops.copy(v),
-                dtype=v.dtype,
-                trainable=False,
-                name=f"weight_before_{position}",
-            )
+            _copy_of(v, f"weight_before_{position}")
             for position, v in enumerate(kept)
         ]
 
@@ -407,6 +397,13 @@ class WindowVariables:
         for variable, start in zip(self._kept, self.start, strict=True):
             if not is_random_state(variable):
                 self._backend.replicas.write(variable, start.value)
+
+
+def _copy_of(variable: Variable, name: str) -> Variable:
+    """Make another variable with the value that one has."""
+    return keras.Variable(
+        ops.copy(variable), dtype=variable.dtype, trainable=False, name=name
+    )
 
 
 def _filled_with(value: float) -> Callable[..., Tensor]:

@@ -17,6 +17,7 @@ With them losses are divided instead of gradients, in both arrangements: then
 all that is differentiated is as large as in the big batch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -300,15 +301,18 @@ def window_means(numerators: Tensor, denominators: Tensor) -> Tensor:
     return ops.divide_no_nan(numerators, denominators)
 
 
-def where_sum(is_sum: np.ndarray, sums: Tensor, means: Tensor) -> Tensor:
+def where_sum(
+    losses: Sequence[WeightedLoss], sums: Tensor, means: Tensor
+) -> Tensor:
     """Take one thing for losses that are sums, and another for means.
 
     Args:
-        is_sum: array `(n,)`, bool, which of the losses are sums.
+        losses: n of them, of which only the kind counts.
         sums: `(n,)` or scalar, float32, for those.
         means: `(n,)`, float32, for the others.
 
     Returns:
         `(n,)`, float32.
     """
+    is_sum = np.array([loss.is_sum for loss in losses])
     return ops.where(is_sum, sums, means) if is_sum.any() else means

@@ -33,17 +33,10 @@ from accumtrainer.steps.jax.programs import (
     values_in,
 )
 from accumtrainer.steps.jax.replicas import JaxReplicas
-from accumtrainer.window.weighing import Shares
 
 
 class JaxBackend(Backend):
-    """The functions of a backend, on JAX.
-
-    Args:
-        run_eagerly: whether to run everything operation by operation.
-        distribution: `keras.distribution.Distribution`, or `None` to use one
-            device.
-    """
+    """The functions of a backend, on JAX."""
 
     name = "jax"
     predicts_memory = True
@@ -52,24 +45,20 @@ class JaxBackend(Backend):
     compiles_evaluation = True
     runs_ahead = True
 
-    def __init__(self, *, run_eagerly: bool = False, distribution: Any = None):
-        self._run_eagerly = run_eagerly
-        self.replicas: JaxReplicas = JaxReplicas(distribution)
-        self._holders: dict[int, Holder] = {}
-        self._active: Holder | None = None
-        self._has_warned = False
-
-    @classmethod
-    def of_model(
-        cls,
+    def __init__(
+        self,
         model: Model | None,
         *,
         run_eagerly: bool,
         compiles_all_shapes: bool,
-    ) -> "Backend":
+    ):
         del compiles_all_shapes  # XLA is all there is
+        self._run_eagerly = run_eagerly
         distribution = None if model is None else current_distribution()
-        return cls(run_eagerly=run_eagerly, distribution=distribution)
+        self.replicas: JaxReplicas = JaxReplicas(distribution)
+        self._holders: dict[int, Holder] = {}
+        self._active: Holder | None = None
+        self._has_warned = False
 
     @property
     def gives_values(self) -> bool:
@@ -99,7 +88,7 @@ class JaxBackend(Backend):
         def pure(
             arrays: list[Tensor], arguments: tuple
         ) -> tuple[Nest, list[Tensor]]:
-            self._traced = holder.variables
+            self._traced = self.replicas.traced = holder.variables
             with scope_of(holder.variables, arrays) as scope:
                 result = function(*arguments)
             return result, values_in(scope, holder.variables)
@@ -108,12 +97,6 @@ class JaxBackend(Backend):
             warn = self._warn_of_many_shapes
             return Compiled(pure, holder, self._activate, warn)
         return Eager(pure, holder, self._activate)
-
-    def accepts(self, is_finite: Tensor) -> Tensor:
-        return is_finite
-
-    def check(self, was_applied: Callable[[], bool]) -> None:
-        pass  # JAX refuses no index, nor does Keras on it
 
     def memory_limit_bytes(self) -> int | None:
         statistics = [d.memory_stats() for d in jax.local_devices()]
@@ -129,17 +112,6 @@ class JaxBackend(Backend):
         for holder in self._holders.values():
             holder.arrays = None
         self._active = None
-
-    def sum_over_replicas(
-        self,
-        function: Callable[[Tensor, Shares], Nest],
-        shares: Shares,
-        *,
-        reading: list[Variable],
-        moving: Sequence[Variable] = (),
-    ) -> Nest:
-        del reading, moving  # all variables are known here
-        return self.replicas.sum(function, shares, self._traced)
 
     @contextlib.contextmanager
     def with_float64(self) -> Iterator[None]:
@@ -166,10 +138,6 @@ class JaxBackend(Backend):
         first = next(iterator)
         rest = itertools.islice(iterator, count - 1)
         return itertools.chain([first], rest), None
-
-    def is_distributed(self, model: Model) -> bool:
-        del model
-        return False
 
     def hold(self, program: HasVariables, arrays: dict[int, Tensor]) -> Any:
         holder = self._holder_of(program)
@@ -208,22 +176,8 @@ class JaxBackend(Backend):
         assign_changed(others, current, changed)
         return nest, [*gradients[0], *gradients[1]]
 
-    def add(self, total: Tensor, gradient: Tensor) -> Tensor:
-        return total + gradient.astype("float32")
-
     def add_to(self, variable: Variable, gradient: Tensor) -> None:
         variable.assign(self.add(variable.value, gradient))
-
-    def sum_of_squares(self, gradient: Tensor) -> Tensor:
-        return jax.numpy.sum(jax.numpy.square(gradient))
-
-    def apply(
-        self,
-        optimizer: Any,
-        gradients: list[Tensor | None],
-        variables: list[Variable],
-    ) -> None:
-        optimizer.apply(gradients, variables)
 
     def rarely(
         self,

@@ -38,12 +38,14 @@ class JaxReplicas(Replicas):
     Attributes:
         everywhere: sharding of what every replica has a copy of, `None` where
             there is one device.
+        traced: all variables of the program that is being traced.
     """
 
     def __init__(self, distribution: Any = None):
         self._mesh: Any = None
         self._axis: Any = None
         self.everywhere: Any = None
+        self.traced: list[Variable] = []
         if distribution is not None:
             self._mesh = distribution.device_mesh.backend_mesh
             self._axis = distribution.batch_dim_name
@@ -84,22 +86,14 @@ class JaxReplicas(Replicas):
 
     def sum(
         self,
-        function: Callable[..., Any],
+        function: Callable[[Tensor, Shares], Nest],
         shares: Shares,
-        variables: list[Variable],
+        *,
+        reading: list[Variable],
+        moving: list[Variable],
     ) -> Nest:
-        """Run a function on every replica, and add up what they return.
-
-        Args:
-            function: function of the replica's index, a scalar int32, and
-                of its `Shares`; returns a nest of arrays.
-            shares: `Shares` of arrays of all replicas.
-            variables: list of the Keras variables it may read or write; what
-                it writes is forgotten.
-
-        Returns:
-            The nest of sums.
-        """
+        del reading, moving  # all variables are known here
+        variables = self.traced
         current = [v.value for v in variables]
 
         def run(arrays: list[Tensor], shares: Shares) -> Nest:

@@ -4,7 +4,6 @@ Variables are updated in place; `tf.function` orders reads and writes as they
 are written.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -40,33 +39,27 @@ from accumtrainer.steps.tensorflow.replicas import (
     outside_of_strategies,
 )
 from accumtrainer.steps.tensorflow.squares import is_worth_a_loop, sum_in_rows
-from accumtrainer.window.weighing import Shares
 
 
 class TensorFlowBackend(Backend):
-    """The functions of a backend, on TensorFlow.
-
-    Args:
-        run_eagerly: whether to run everything as plain Python.
-        strategy: `tf.distribute.Strategy` whose replicas share windows out,
-            or `None` to use one device.
-        compiles_all_shapes: see `of_model`.
-    """
+    """The functions of a backend, on TensorFlow."""
 
     name = "tensorflow"
     has_ragged = True
     predicts_memory = False
     has_own_pipeline = True
     fit_hands_state_over = False
+    gives_values = False
 
     def __init__(
         self,
+        model: Model | None,
         *,
-        run_eagerly: bool = False,
-        strategy: Any = None,
-        compiles_all_shapes: bool = False,
+        run_eagerly: bool,
+        compiles_all_shapes: bool,
     ):
         self._run_eagerly = run_eagerly
+        strategy = None if model is None else strategy_of(model)
         self.replicas: TensorFlowReplicas = TensorFlowReplicas(strategy)
         self._xla_shapes = XlaShapes(
             None if compiles_all_shapes else XLA_SHAPES, warn_of_many_shapes
@@ -78,21 +71,6 @@ class TensorFlowBackend(Backend):
         self._is_for_xla = False
         # What rows that a function is mapped over have found of indices.
         self._found_in_row: list[Tensor] | None = None
-
-    @classmethod
-    def of_model(
-        cls,
-        model: Model | None,
-        *,
-        run_eagerly: bool,
-        compiles_all_shapes: bool,
-    ) -> "Backend":
-        strategy = None if model is None else strategy_of(model)
-        return cls(
-            run_eagerly=run_eagerly,
-            strategy=strategy,
-            compiles_all_shapes=compiles_all_shapes,
-        )
 
     def prefer(
         self, *, loops_badly: bool, supports_jit: bool
@@ -131,7 +109,7 @@ class TensorFlowBackend(Backend):
             jit_compile = jit_compile and not _has_copies(program.all_variables)
 
         def traced(uses_xla: bool, *arguments: Nest) -> Nest:
-            self._jit_compile = uses_xla
+            self._jit_compile = self.replicas.jit_compile = uses_xla
             self._is_for_xla = uses_xla and not is_outside
             return function(*arguments)
 
@@ -154,30 +132,8 @@ class TensorFlowBackend(Backend):
         if isinstance(function, Compiled):
             function.expect(calls)
 
-    def sum_over_replicas(
-        self,
-        function: Callable[[Tensor, Shares], Nest],
-        shares: Shares,
-        *,
-        reading: list[Variable],
-        moving: Sequence[Variable] = (),
-    ) -> Nest:
-        return self.replicas.sum(
-            function,
-            shares,
-            reading=reading,
-            moving=moving,
-            jit_compile=self._jit_compile,
-        )
-
-    def with_float64(self) -> AbstractContextManager:
-        return contextlib.nullcontext()  # it always can
-
     def constant(self, value: np.ndarray) -> Tensor:
         return tf.constant(value)
-
-    def write_back(self) -> None:
-        """Make the Keras variables current; here they always are."""
 
     def join_ragged(self, arrays: Sequence[np.ndarray]) -> Tensor:
         shapes = np.array([array.shape[1:] for array in arrays])
@@ -262,7 +218,7 @@ class TensorFlowBackend(Backend):
         loops = self._is_for_xla and not self.has_accelerator()
         if loops and is_worth_a_loop(gradient):
             return sum_in_rows(gradient)
-        return tf.reduce_sum(tf.square(gradient))
+        return super().sum_of_squares(gradient)
 
     def apply(
         self,
@@ -413,14 +369,6 @@ class TensorFlowBackend(Backend):
         devices = tf.config.list_logical_devices()
         return any(device.device_type != "CPU" for device in devices)
 
-    @property
-    def gives_values(self) -> bool:
-        return False
-
-    @property
-    def runs_ahead(self) -> bool:
-        return self.has_accelerator()
-
     def measure_peak(
         self, run: Callable[[], Any], variables: list[Variable]
     ) -> int:
@@ -437,9 +385,6 @@ class TensorFlowBackend(Backend):
         finally:
             backup.put_back()
         return held + peak.bytes
-
-    def memory_limit_bytes(self) -> int | None:
-        return None
 
     def is_out_of_memory(self, error: Exception) -> bool:
         return isinstance(error, tf.errors.ResourceExhaustedError)

@@ -35,6 +35,7 @@ class TensorFlowReplicas(Replicas):
     Attributes:
         moving: list of the Keras variables that loops have to carry, since
             they are no variables while a replica runs.
+        jit_compile: whether XLA compiles what replicas run.
     """
 
     def __init__(self, strategy: Any = None):
@@ -50,6 +51,7 @@ class TensorFlowReplicas(Replicas):
         self.is_chief = self._index == 0
         self._reading: list[tuple[Variable, Tensor]] = []
         self.moving: list[Variable] = []
+        self.jit_compile = False
 
     def gather(self, numbers: Sequence[float]) -> np.ndarray:
         rows = np.zeros([self.processes, len(numbers)], "float32")
@@ -119,35 +121,18 @@ class TensorFlowReplicas(Replicas):
 
     def sum(
         self,
-        function: Callable[..., Any],
+        function: Callable[[Tensor, Shares], Nest],
         shares: Shares,
         *,
         reading: list[Variable],
-        moving: Sequence[Variable],
-        jit_compile: bool,
+        moving: list[Variable],
     ) -> Nest:
-        """Run a function on every replica, and add up what they return.
-
-        What it writes to variables is forgotten.
-
-        Args:
-            function: function of the replica's index, a scalar int32, and
-                of its `Shares`; returns a nest of tensors.
-            shares: `Shares` of tensors of this process's replicas.
-            reading: list of the Keras variables it only reads; others that
-                it reads have one value for all replicas.
-            moving: list of the Keras variables it may write to.
-            jit_compile: whether XLA compiles it.
-
-        Returns:
-            The nest of sums.
-        """
         size = self.count // self.processes
 
         # Traced outside of the strategy, where Keras leaves losses alone; a
         # replica would have it divide them by the number of replicas.
         @functools.partial(
-            tf.function, jit_compile=jit_compile, autograph=False
+            tf.function, jit_compile=self.jit_compile, autograph=False
         )
         def run(
             replica: Tensor,
@@ -156,7 +141,7 @@ class TensorFlowReplicas(Replicas):
             moved: list[Tensor],
         ) -> Nest:
             self._reading = list(zip(reading, read, strict=True))
-            self.moving = list(moving)
+            self.moving = moving
             try:
                 with self.scope_of(moved):
                     return function(replica, shares)

@@ -35,19 +35,13 @@ from accumtrainer.steps.torch.seeds import (
 )
 from accumtrainer.steps.torch.tensors import default_device, to_tensor
 from accumtrainer.steps.torch.trials import Trial
-from accumtrainer.window.weighing import Shares
 
 IS_PROFILING = "_is_profiler_enabled"
 """What tells whether a profiler is running; it has no public name."""
 
 
 class TorchBackend(Backend):
-    """The functions of a backend, on PyTorch.
-
-    Args:
-        run_eagerly: whether to run everything operation by operation.
-        is_alone: whether to keep to this process, whatever others there are.
-    """
+    """The functions of a backend, on PyTorch."""
 
     name = "torch"
     predicts_memory = False
@@ -55,8 +49,20 @@ class TorchBackend(Backend):
     fit_hands_state_over = False
     fit_compiles = False
     fit_hands_batches = True
+    compiles_evaluation = False
 
-    def __init__(self, *, run_eagerly: bool = False, model: Any = None):
+    def __init__(
+        self,
+        model: Model | None,
+        *,
+        run_eagerly: bool,
+        compiles_all_shapes: bool,
+    ):
+        del compiles_all_shapes
+        if KERAS_NAME != "keras":
+            raise ImportError(errors.KERAS_CORE_ON_TORCH)
+        if model is not None:
+            draw_from_own_states(model)
         self._run_eagerly = run_eagerly
         self._model = model
         self.replicas: TorchReplicas = TorchReplicas(is_alone=model is None)
@@ -64,21 +70,6 @@ class TorchBackend(Backend):
         self._is_recording = False
         self._is_mapping = False
         self._modules = Modules(None)
-
-    @classmethod
-    def of_model(
-        cls,
-        model: Model | None,
-        *,
-        run_eagerly: bool,
-        compiles_all_shapes: bool,
-    ) -> "Backend":
-        del compiles_all_shapes
-        if KERAS_NAME != "keras":
-            raise ImportError(errors.KERAS_CORE_ON_TORCH)
-        if model is not None:
-            draw_from_own_states(model)
-        return cls(run_eagerly=run_eagerly, model=model)
 
     def prefer(
         self, *, loops_badly: bool, supports_jit: bool
@@ -90,16 +81,8 @@ class TorchBackend(Backend):
         return default_device().type != "cpu"
 
     @property
-    def compiles_evaluation(self) -> bool:
-        return False
-
-    @property
     def gives_values(self) -> bool:
         return not self._run_eagerly
-
-    @property
-    def runs_ahead(self) -> bool:
-        return self.has_accelerator()
 
     def variables_beside(self, model: Model) -> list[Variable]:
         if not model.built or self._modules.model is not model:
@@ -151,15 +134,6 @@ class TorchBackend(Backend):
         finally:
             self._is_recording = False
 
-    def accepts(self, is_finite: Tensor) -> Tensor:
-        return is_finite
-
-    def check(self, was_applied: Callable[[], bool]) -> None:
-        pass  # PyTorch raises where an index is outside
-
-    def with_float64(self) -> AbstractContextManager:
-        return contextlib.nullcontext()  # it always can
-
     def constant(self, value: np.ndarray) -> Tensor:
         return to_tensor(value)
 
@@ -181,22 +155,8 @@ class TorchBackend(Backend):
             return gradients_of_rows(objective, variables, values)
         return gradients(objective, variables, values)
 
-    def add(self, total: Tensor, gradient: Tensor) -> Tensor:
-        return total + gradient.float()
-
     def add_to(self, variable: Variable, gradient: Tensor) -> None:
         variable.value.add_(gradient)
-
-    def sum_of_squares(self, gradient: Tensor) -> Tensor:
-        return torch.sum(torch.square(gradient))
-
-    def apply(
-        self,
-        optimizer: Any,
-        gradients: list[Tensor | None],
-        variables: list[Variable],
-    ) -> None:
-        optimizer.apply(gradients, variables)
 
     def cond(
         self,
@@ -275,17 +235,6 @@ class TorchBackend(Backend):
     def sum_rows(self, stacked: Tensor) -> Tensor:
         return torch.sum(stacked, dim=0)
 
-    def sum_over_replicas(
-        self,
-        function: Callable[[Tensor, Shares], Nest],
-        shares: Shares,
-        *,
-        reading: list[Variable],
-        moving: Sequence[Variable] = (),
-    ) -> Nest:
-        del reading  # they are where they always are
-        return self.replicas.sum(function, shares, moving)
-
     # Memory.
 
     def memory_limit_bytes(self) -> int | None:
@@ -320,10 +269,6 @@ class TorchBackend(Backend):
         self, iterator: Iterator, count: int
     ) -> tuple[Iterable[Nest] | None, Nest]:
         return list(iterator)[:count], None
-
-    def is_distributed(self, model: Model) -> bool:
-        del model
-        return False
 
     # To look at what it does.
 

@@ -166,13 +166,21 @@ def _only_source(items: Iterable[fx.Node]) -> fx.Node | None:
 
 def _changes_between(source: fx.Node, node: fx.Node) -> bool:
     """Whether what an operation reads is another before some later one."""
+    between, later = [], source.next
+    while later is not node:
+        between.append(later)
+        later = later.next
+    changed = memory_of(changed_by(between))
+    return bool(changed & memory_of(source.all_input_nodes))
+
+
+def changed_by(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Find the values that operations change in place."""
     changed: set[fx.Node] = set()
-    between = source.next
-    while between is not node:
-        if name_of(between.target).endswith("_"):
-            fx.node.map_arg(between.args[0], changed.add)
-        between = between.next
-    return bool(memory_of(changed) & memory_of(source.all_input_nodes))
+    for node in nodes:
+        if name_of(node.target).endswith("_"):
+            fx.node.map_arg(node.args[0], changed.add)
+    return changed
 
 
 def memory_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:

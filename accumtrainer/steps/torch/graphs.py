@@ -14,10 +14,10 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from accumtrainer.keras_api.types import Tensor
-from accumtrainer.steps.torch.fusions import fuse
+from accumtrainer.steps.torch.fusions import changed_by, fuse, memory_of
 from accumtrainer.steps.torch.marks import IF, MARK
 from accumtrainer.steps.torch.normalization import normalize
-from accumtrainer.steps.torch.shapes import is_view, name_of, simplify
+from accumtrainer.steps.torch.shapes import name_of, simplify
 from accumtrainer.steps.torch.source import Row, compiled, emitted
 
 aten = torch.ops.aten
@@ -89,9 +89,12 @@ class Graph:
 class _Run:
     """Operations in a row, without a branch."""
 
-    def __init__(self, module: fx.GraphModule, nodes: list[fx.Node]):
+    def __init__(
+        self, module: fx.GraphModule, nodes: list[fx.Node], *, compiles: bool
+    ):
         self._module = module
         self._nodes = nodes
+        self._compiles = compiles
         inside = set(nodes)
         reads = dict.fromkeys(i for n in nodes for i in n.all_input_nodes)
         self.reads = [
@@ -102,12 +105,12 @@ class _Run:
         ]
         self._forgets: list[fx.Node] = []
 
-    def finish(self, later: set[fx.Node], *, compiles: bool) -> None:
+    def finish(self, later: set[fx.Node]) -> None:
         """Make the function, once it is known what is read later."""
         self._forgets = [n for n in self.reads if n not in later]
         makes = self._makes = [n for n in self._makes if n in later]
         row = Row(self._module, self._nodes, self.reads, makes)
-        self._function = compiled(row) if compiles else emitted(row)
+        self._function = compiled(row) if self._compiles else emitted(row)
 
     def run(self, values: dict[fx.Node, Tensor]) -> None:
         """Run, and change what is known."""
@@ -121,13 +124,19 @@ class _Branch:
     """Two lists of pieces, one of which is run."""
 
     def __init__(self, predicate: fx.Node, ways: "tuple[_Pieces, _Pieces]"):
-        self.predicate = predicate
-        self.ways = ways
+        self._predicate = predicate
+        self._ways = ways
+        self.reads = {predicate}.union(*(way.needed for way in ways))
+
+    def finish(self, later: set[fx.Node]) -> None:
+        """Make the functions, once it is known what is read later."""
+        for way in self._ways:
+            way.forget_early(later)
 
     def run(self, values: dict[fx.Node, Tensor]) -> None:
         """Run one of them, and change what is known."""
-        on_true, on_false = self.ways
-        (on_true if values[self.predicate] else on_false).run(values)
+        on_true, on_false = self._ways
+        (on_true if values[self._predicate] else on_false).run(values)
 
 
 class _Pieces:
@@ -140,7 +149,6 @@ class _Pieces:
         *,
         compiles: bool,
     ):
-        self._compiles = compiles
         self._pieces: list[_Run | _Branch] = []
         row: list[fx.Node] = []
         for node in nodes:
@@ -148,7 +156,7 @@ class _Pieces:
                 row.append(node)
                 continue
             if row:
-                self._pieces.append(_Run(module, row))
+                self._pieces.append(_Run(module, row, compiles=compiles))
             row = []
             predicate, part = node.args
             if part != IF:
@@ -161,20 +169,12 @@ class _Pieces:
             else:
                 self._pieces.append(_Branch(predicate, (on_true, on_false)))
         if row:
-            self._pieces.append(_Run(module, row))
+            self._pieces.append(_Run(module, row, compiles=compiles))
 
     @property
     def needed(self) -> set[fx.Node]:
         """What is read, of what is known before or made in here."""
-        needed: set[fx.Node] = set()
-        for piece in self._pieces:
-            if isinstance(piece, _Branch):
-                needed |= {piece.predicate}.union(
-                    *(way.needed for way in piece.ways)
-                )
-            else:
-                needed |= set(piece.reads)
-        return needed
+        return set().union(*(piece.reads for piece in self._pieces))
 
     def forget_early(self, later: set[fx.Node]) -> None:
         """Have every value forgotten where it was read last.
@@ -184,15 +184,8 @@ class _Pieces:
         """
         later = set(later)
         for piece in reversed(self._pieces):
-            if isinstance(piece, _Run):
-                piece.finish(later, compiles=self._compiles)
-                later |= set(piece.reads)
-                continue
-            for way in piece.ways:
-                way.forget_early(later)
-            later |= {piece.predicate}.union(
-                *(way.needed for way in piece.ways)
-            )
+            piece.finish(later)
+            later.update(piece.reads)
 
     def run(self, values: dict[fx.Node, Tensor]) -> None:
         """Run all, and change what is known."""
@@ -223,8 +216,9 @@ def _tidy(module: fx.GraphModule) -> None:
         elif _changes_first(target):
             # What it returns is what it was given.
             node.replace_all_uses_with(node.args[0])
-    changed = _changed(graph)
-    needed = changed | _returned(graph)
+    # And what may be a view of it.
+    changed = memory_of(changed_by(graph.nodes))
+    needed = changed | memory_of(graph.output_node().all_input_nodes)
     for node in list(graph.nodes):
         if node.op == "call_function" and node not in changed:
             if node.target is aten.view.default:
@@ -250,26 +244,6 @@ def _is_zero(module: fx.GraphModule, node: fx.Node) -> bool:
 def _changes_first(target: Any) -> bool:
     name = name_of(target)
     return name.endswith("_") and not name.startswith("_foreach")
-
-
-def _changed(graph: fx.Graph) -> set[fx.Node]:
-    """Find what operations change, or may be a view of what they change."""
-    changed: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if node in changed and is_view(node):
-            changed.update(node.all_input_nodes)
-        elif name_of(node.target).endswith("_"):
-            fx.node.map_arg(node.args[0], changed.add)
-    return changed
-
-
-def _returned(graph: fx.Graph) -> set[fx.Node]:
-    """Find what is returned, or of which a view is."""
-    returned = set(graph.output_node().all_input_nodes)
-    for node in reversed(graph.nodes):
-        if node in returned and is_view(node):
-            returned.update(node.all_input_nodes)
-    return returned
 
 
 def _is_copy(node: fx.Node, needed: set[fx.Node]) -> bool:

@@ -78,20 +78,11 @@ class TorchReplicas(Replicas):
         self,
         function: Callable[[Tensor, Shares], Nest],
         shares: Shares,
-        moving: Sequence[Variable],
+        *,
+        reading: list[Variable],
+        moving: list[Variable],
     ) -> Nest:
-        """Run a function in every process, and add up what they return.
-
-        Args:
-            function: function of the replica's index, a scalar int32, and
-                of its `Shares`; returns a nest of tensors.
-            shares: of tensors of this process.
-            moving: the variables it may write to; what it writes is
-                forgotten.
-
-        Returns:
-            The nest of sums.
-        """
+        del reading  # they are where they always are
         replica = ops.convert_to_tensor(self._index, "int32")
         values = [variable.value.clone() for variable in moving]
         with Pending(None, zip(moving, values, strict=True)):

@@ -144,14 +144,8 @@ class _Rewriter:
             return node
         return self.call(aten.reshape.default, node, list(shape))
 
-    def call(self, target: Callable, *args: Any) -> fx.Node:
+    def call(self, target: Callable, *args: Any, **options: Any) -> fx.Node:
         """Add an operation, or find it."""
-        return self._known_as(target, args, {}, None)
-
-    def call_with(
-        self, target: Callable, args: tuple, **options: Any
-    ) -> fx.Node:
-        """Add an operation that takes options, or find it."""
         return self._known_as(target, args, options, None)
 
     def _known_as(
@@ -235,8 +229,8 @@ def _transpose(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
         return node
     matrix = rewriter.reshape(source, [rows, columns])
     matrix = rewriter.call(aten.permute.default, matrix, [1, 0])
-    copy = rewriter.call_with(
-        aten.clone.default, (matrix,), memory_format=torch.contiguous_format
+    copy = rewriter.call(
+        aten.clone.default, matrix, memory_format=torch.contiguous_format
     )
     copy = rewriter.reshape(copy, [value.shape[axis] for axis in axes])
     places = [axes.index(axis) for axis in range(len(axes))]
