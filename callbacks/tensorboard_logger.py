@@ -3,7 +3,6 @@
 import os
 import socket
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +67,8 @@ class TensorBoardLogger(Logger):
         # What was written at the last update that has a point.
         self._last_updates = -1
         self._last: dict[str, float] = {}
-        self._has_warned = False
 
     def open(self) -> None:
-        self._has_warned = False
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._events = _EventFile(self.directory)
@@ -128,15 +125,8 @@ class TensorBoardLogger(Logger):
         try:
             write(*arguments)
         except OSError as error:
-            if not self._has_warned:
-                self._has_warned = True
-                warnings.warn(
-                    FAILED.format(
-                        path=self.directory, reason=error.strerror or error
-                    ),
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+            reason = error.strerror or error
+            self._warn_once(FAILED.format(path=self.directory, reason=reason))
 
 
 class _EventFile:

@@ -3,7 +3,6 @@
 import abc
 import inspect
 import sys
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -55,7 +54,6 @@ class Tracker(Logger):
         self._followed: Any = None  # a reference to the run's Trainer
         self._is_resumed = False
         self._background: Background | None = None
-        self._has_warned = False
         self._outer_error: BaseException | None = None
 
     # What a subclass fills in.
@@ -87,7 +85,6 @@ class Tracker(Logger):
                 )
             )
         self._outer_error = sys.exc_info()[1]
-        self._has_warned = False
         # Amid an epoch, a resume says which run it is before the counters are
         # put back.
         is_behind = self.trainer.progress.updates < self._last_updates
@@ -153,8 +150,3 @@ class Tracker(Logger):
             failure = background.failures[0]
             reason = str(failure) or type(failure).__name__
             self._warn_once(REFUSED.format(tool=self.tool, reason=reason))
-
-    def _warn_once(self, message: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -4,7 +4,6 @@ import math
 import os
 import pathlib
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -70,9 +69,6 @@ class TrainingPlot(Logger):
         'run.png'
     """
 
-    has_state = True
-    looks_at_model = False
-
     def __init__(
         self,
         path: str | os.PathLike,
@@ -89,7 +85,6 @@ class TrainingPlot(Logger):
         self._curves: dict[str, Curve] = {}
         self._trainer_drawn = None
         self._next_drawing = math.inf
-        self._has_warned = False
 
     def open(self) -> None:
         """Check what drawing needs, before time is spent on training."""
@@ -97,7 +92,6 @@ class TrainingPlot(Logger):
         if self._trainer_drawn is not self.trainer:
             self._curves = {}
         self._trainer_drawn = self.trainer
-        self._has_warned = False
         self._next_drawing = self._clock() + self.redraw_secs
 
     def write(self, updates: int, numbers: dict[str, Any]) -> None:
@@ -141,20 +135,13 @@ class TrainingPlot(Logger):
         try:
             write_figure(draw_curves(self._curves, title), self.path)
         except OSError as error:
-            self._warn_once(error)
+            self._warn_once(
+                f"TrainingPlot could not write {str(self.path)!r}: {error}. "
+                "Training goes on."
+            )
         now = self._clock()
         rest = max(self.redraw_secs, (now - begun) / DRAWING_SHARE)
         self._next_drawing = now + rest
-
-    def _warn_once(self, error: BaseException) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"TrainingPlot could not write {str(self.path)!r}: {error}. "
-                "Training goes on.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
 
 
 def _check(path: Any, redraw_secs: Any) -> None:
