@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accumtrainer import Every, Logger
+from accumtrainer.callbacks.arguments import require_path
 
 UNWRITABLE = (
     "path must name a file that can be written. Received: path={path!r} "
@@ -50,12 +51,7 @@ class RunLog(Logger):
 
     def __init__(self, path: str | os.PathLike, every: Every | None = None):
         super().__init__(every)
-        if not isinstance(path, str | os.PathLike):
-            raise TypeError(
-                "path must be a path. Received: "
-                f"path={path!r}. Use for example 'runs/a.jsonl'."
-            )
-        self.path = Path(path)
+        self.path = require_path("path", path, "runs/a.jsonl")
         self._file: Any = None
         self._size = 0
         self._begin = 0  # from here on lie points that may come again

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accumtrainer import Every, Logger
+from accumtrainer.callbacks.arguments import require_path
 from accumtrainer.callbacks.scalars import as_scalars
 
 UNWRITABLE = (
@@ -57,12 +58,7 @@ class TensorBoardLogger(Logger):
         self, directory: str | os.PathLike, every: Every | None = None
     ):
         super().__init__(every)
-        if not isinstance(directory, str | os.PathLike):
-            raise TypeError(
-                "directory must be a path. Received: "
-                f"directory={directory!r}. Use for example 'runs/a'."
-            )
-        self.directory = Path(directory)
+        self.directory = require_path("directory", directory, "runs/a")
         self._events: _EventFile | None = None
         # What was written at the last update that has a point.
         self._last_updates = -1

@@ -2,12 +2,12 @@
 
 import math
 import os
-import pathlib
 import time
 from collections.abc import Callable
 from typing import Any
 
 from accumtrainer import Every, Logger
+from accumtrainer.callbacks.arguments import require_path
 from accumtrainer.callbacks.curves import Curve
 from accumtrainer.callbacks.training_picture import (
     draw_curves,
@@ -78,8 +78,8 @@ class TrainingPlot(Logger):
         clock: Callable[[], float] = time.monotonic,
     ):
         super().__init__(every=every)
-        _check(path, redraw_secs)
-        self.path = pathlib.Path(path)
+        self.path = require_path("path", path, "loss.png")
+        _check(redraw_secs)
         self.redraw_secs = redraw_secs
         self._clock = clock
         self._curves: dict[str, Curve] = {}
@@ -144,12 +144,7 @@ class TrainingPlot(Logger):
         self._next_drawing = now + rest
 
 
-def _check(path: Any, redraw_secs: Any) -> None:
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(
-            "path must be a path. Received: "
-            f"path={path!r}. Use for example 'loss.png'."
-        )
+def _check(redraw_secs: Any) -> None:
     is_number = isinstance(redraw_secs, int | float)
     if not is_number or isinstance(redraw_secs, bool) or redraw_secs < 0:
         raise ValueError(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from accumtrainer import Every, Preempted
+from accumtrainer.callbacks.arguments import require_every
 from accumtrainer.callbacks.background import Background
 from accumtrainer.callbacks.best_values import BestValues
 from accumtrainer.callbacks.tracker import Tracker
@@ -386,11 +387,8 @@ def _check_options(
             f"watch must be one of {WATCHED}. Received: watch={watch!r}. Use "
             "'weights' for histograms of the weights."
         )
-    if watch_every is not None and not isinstance(watch_every, Every):
-        raise TypeError(
-            "watch_every must be an Every. Received: "
-            f"watch_every={watch_every!r}. Use Every(100, 'updates')."
-        )
+    if watch_every is not None:
+        require_every("watch_every", watch_every, "Use Every(100, 'updates').")
     wrong = {k: v for k, v in (best or {}).items() if v not in ("min", "max")}
     if wrong:
         raise ValueError(
