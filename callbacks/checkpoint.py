@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from accumtrainer import Callback, CheckpointDirectory, Every, Progress, Score
+from accumtrainer.callbacks.arguments import require_every, require_whole
 
 LARGER_IS_BETTER = ("acc", "auc", "f1", "precision", "recall", "score", "iou")
 """Parts of names of numbers that are good when they are large."""
@@ -230,17 +231,8 @@ def _check(
             "directory must be a path. Received: "
             f"directory={directory!r}. Use for example 'runs/a'."
         )
-    if not isinstance(every, Every):
-        raise TypeError(
-            "every must be an Every. Received: "
-            f"every={every!r}. Use for example Every(500, 'updates')."
-        )
-    is_whole = isinstance(keep, int) and not isinstance(keep, bool)
-    if not is_whole or keep < 1:
-        raise ValueError(
-            "keep must be a whole number of at least 1. Received: "
-            f"keep={keep!r}. Use 1 to keep the newest alone."
-        )
+    require_every("every", every, "Use for example Every(500, 'updates').")
+    require_whole("keep", keep, "Use 1 to keep the newest alone.")
     if not isinstance(keep_best, str | None):
         raise TypeError(
             "keep_best must be the name of a number in the logs, or None. "

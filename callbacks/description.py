@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 import platform
 import shlex
 import sys
@@ -79,25 +80,19 @@ def _describe_optimizer(optimizer: Any) -> dict[str, Any]:
     for name in ("self", "args", "kwargs"):
         values.pop(name, None)
     is_one, members = optimizers_of(optimizer)
-    if not is_one:
+    if is_one:
+        has_schedule = schedule_of(optimizer) is not None
+        rate = None if has_schedule else float(optimizer.learning_rate)
+        values["learning_rate"] = rate
+    else:
         for name in ("learning_rate", "optimizer_map"):
             values.pop(name, None)
-        return {
-            "class_name": type(optimizer).__name__,
-            **values,
-            "optimizers": [
-                _describe_optimizer(member)
-                | {"schedule": _describe_schedule(schedule_of(member))}
-                for member in members
-            ],
-        }
-    has_schedule = schedule_of(optimizer) is not None
-    rate = None if has_schedule else float(optimizer.learning_rate)
-    return {
-        "class_name": type(optimizer).__name__,
-        **values,
-        "learning_rate": rate,
-    }
+        values["optimizers"] = [
+            _describe_optimizer(member)
+            | {"schedule": _describe_schedule(schedule_of(member))}
+            for member in members
+        ]
+    return {"class_name": type(optimizer).__name__, **values}
 
 
 def _describe_schedule(schedule: Any) -> Any:
@@ -108,7 +103,7 @@ def _describe_schedule(schedule: Any) -> Any:
 
 def _describe_model(model: Any) -> dict[str, Any]:
     def count(variables: list[Any]) -> int:
-        return sum(_size(variable) for variable in variables)
+        return sum(math.prod(variable.shape) for variable in variables)
 
     lines = []
     model.summary(print_fn=lambda line, **_: lines.append(line))
@@ -120,13 +115,6 @@ def _describe_model(model: Any) -> dict[str, Any]:
         "dtype_policy": keras.config.dtype_policy().name,
         "summary": "\n".join(lines),
     }
-
-
-def _size(variable: Any) -> int:
-    size = 1
-    for length in variable.shape:
-        size *= length
-    return size
 
 
 def _versions() -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from accumtrainer import Callback, Every, Progress
+from accumtrainer.callbacks.arguments import require_every
 
 MOST_UNREAD = 64
 """Updates whose numbers may stay on the device."""
@@ -90,11 +91,7 @@ class GradientNoiseScale(Callback):
     def __init__(self, *, every: Every | None = None, decay: float = 0.99):
         super().__init__()
         every = Every(10, "updates") if every is None else every
-        if not isinstance(every, Every):
-            raise TypeError(
-                "every must be an Every. Received: "
-                f"every={every!r}. Use for example Every(10, 'updates')."
-            )
+        require_every("every", every, "Use for example Every(10, 'updates').")
         if not 0 <= decay < 1:
             raise ValueError(
                 "decay must be at least 0 and below 1. Received: "

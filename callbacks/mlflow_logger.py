@@ -2,13 +2,12 @@
 
 import re
 import time
-from collections.abc import Callable
 from typing import Any
 
 from accumtrainer import Every
 from accumtrainer.callbacks.background import Background
-from accumtrainer.callbacks.description import describe_training
 from accumtrainer.callbacks.scalars import as_scalars
+from accumtrainer.callbacks.tools import import_tool
 from accumtrainer.callbacks.tracker import Tracker
 
 MOST_PARAMS = 100
@@ -22,11 +21,6 @@ NO_FILE = re.compile(r"(?<![^/])\.{0,2}(?![^/])")
 """Parts between the slashes of a name that would be no names of files."""
 
 LONGEST_NAME = 250
-
-UNFINISHED = (
-    "MLflow did not take the last points within close_secs={secs:g} seconds; "
-    "they are left out. Give it more."
-)
 
 
 class MLflowLogger(Tracker):
@@ -72,7 +66,6 @@ class MLflowLogger(Tracker):
     tool = "MLflow"
     starter = "mlflow.start_run"
     _run_id: str | None
-    _background: Any
 
     def __init__(
         self,
@@ -94,17 +87,11 @@ class MLflowLogger(Tracker):
         """The id of the run in MLflow; `None` before the first update."""
         return self._run_id
 
-    def get_starter(self) -> Callable[..., Any]:
-        start_run: Callable[..., Any] = import_mlflow().start_run
-        return start_run
+    def get_starter(self) -> Any:
+        return import_mlflow().start_run
 
     def send_point(self, updates: int, numbers: dict[str, Any]) -> None:
         self._send(self._log_metrics, updates, numbers, time.time())
-
-    def close(self) -> None:
-        if self._background is not None:
-            self._finish()
-        self._is_resumed = False
 
     def start(self) -> None:
         """Start the run, or go on with it; errors of the user come up here."""
@@ -123,20 +110,11 @@ class MLflowLogger(Tracker):
             mlflow.start_run(run_id=self._run_id)
         self._background = Background("accumtrainer-mlflow")
         if is_new:
-            self._background.do(
-                self._log_params,
-                describe_training(self.trainer, self.params)
-                | {"every": str(self.every)},
-            )
+            self._background.do(self._log_params, self._description())
 
-    def _finish(self) -> None:
-        assert self._background is not None
-        background, self._background = self._background, None
+    def finish(self) -> None:
         status = "FINISHED" if self._failure() is None else "FAILED"
-        is_done = background.finish(self.close_secs, lambda: None)
-        self._warn_of_failures(background)
-        if not is_done:
-            self._warn_once(UNFINISHED.format(secs=self.close_secs))
+        self._end_thread(lambda: None)
         if self._is_started_here:
             import_mlflow().end_run(status)
 
@@ -192,14 +170,9 @@ def import_mlflow() -> Any:
     Raises:
         ImportError: it is not installed; the message names the extra.
     """
-    try:
-        import mlflow
-    except ImportError as error:
-        raise ImportError(
-            "MLflowLogger needs MLflow, which is not installed. "
-            "Run: pip install 'accumtrainer[mlflow]'"
-        ) from error
-    return mlflow
+    return import_tool(
+        "mlflow", needs="MLflowLogger needs MLflow", extra="mlflow"
+    )
 
 
 def _nameable(name: str) -> str:

@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 from accumtrainer import Callback
+from accumtrainer.callbacks.arguments import require_path, require_whole
 
 
 class NaNLocator(Callback):
@@ -55,19 +56,12 @@ class NaNLocator(Callback):
         most_reports: int = 3,
     ):
         super().__init__()
-        if not isinstance(directory, str | os.PathLike):
-            raise TypeError(
-                "directory must be a path. Received: "
-                f"directory={directory!r}. Use for example 'reports'."
-            )
-        is_whole = type(most_reports) is int
-        if not is_whole or most_reports < 1:
-            raise ValueError(
-                "most_reports must be a whole number of at least 1. Received: "
-                f"most_reports={most_reports!r}. Leave the callback out to get "
-                "none."
-            )
-        self.directory = pathlib.Path(directory)
+        self.directory = require_path("directory", directory, "reports")
+        require_whole(
+            "most_reports",
+            most_reports,
+            "Leave the callback out to get none.",
+        )
         self.stop = stop
         self.most_reports = most_reports
         self.reports: list[pathlib.Path] = []

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from accumtrainer import Callback, Every, Image, Progress, Table
+from accumtrainer.callbacks.arguments import require_every, require_whole
 from accumtrainer.keras_api import keras, tree
 
 
@@ -203,16 +204,8 @@ def _picture(pixels: np.ndarray) -> Image:
 
 
 def _check(every: Any, most: Any, to_row: Any) -> None:
-    if not isinstance(every, Every):
-        raise TypeError(
-            "every must be an Every. Received: "
-            f"every={every!r}. Use for example Every(5, 'epochs')."
-        )
-    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
-        raise ValueError(
-            "most must be a whole number of at least 1. Received: "
-            f"most={most!r}. Leave it out for 16."
-        )
+    require_every("every", every, "Use for example Every(5, 'epochs').")
+    require_whole("most", most, "Leave it out for 16.")
     if to_row is not None and not callable(to_row):
         raise TypeError(
             "to_row must be a function of an input, a label and a prediction. "

@@ -3,12 +3,12 @@
 import json
 import math
 import os
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from accumtrainer import Every, Logger
+from accumtrainer.callbacks.arguments import require_path
 
 UNWRITABLE = (
     "path must name a file that can be written. Received: path={path!r} "
@@ -51,20 +51,13 @@ class RunLog(Logger):
 
     def __init__(self, path: str | os.PathLike, every: Every | None = None):
         super().__init__(every)
-        if not isinstance(path, str | os.PathLike):
-            raise TypeError(
-                "path must be a path. Received: "
-                f"path={path!r}. Use for example 'runs/a.jsonl'."
-            )
-        self.path = Path(path)
+        self.path = require_path("path", path, "runs/a.jsonl")
         self._file: Any = None
         self._size = 0
         self._begin = 0  # from here on lie points that may come again
-        self._has_warned = False
         self._present = _Present()
 
     def open(self) -> None:
-        self._has_warned = False
         self._present = _Present()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +78,8 @@ class RunLog(Logger):
         try:
             self._append(line.encode())
         except OSError as error:
-            self._warn_once(error)
+            reason = error.strerror or error
+            self._warn_once(FAILED.format(path=self.path, reason=reason))
 
     def close(self) -> None:
         if self._file is not None:
@@ -113,15 +107,6 @@ class RunLog(Logger):
             raise
         self._size += len(line)
         self._begin = self._size
-
-    def _warn_once(self, error: OSError) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                FAILED.format(path=self.path, reason=error.strerror or error),
-                RuntimeWarning,
-                stacklevel=2,
-            )
 
 
 class _Present:

@@ -3,11 +3,11 @@
 import os
 import socket
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 from accumtrainer import Every, Logger
+from accumtrainer.callbacks.arguments import require_path
 from accumtrainer.callbacks.scalars import as_scalars
 
 UNWRITABLE = (
@@ -58,20 +58,13 @@ class TensorBoardLogger(Logger):
         self, directory: str | os.PathLike, every: Every | None = None
     ):
         super().__init__(every)
-        if not isinstance(directory, str | os.PathLike):
-            raise TypeError(
-                "directory must be a path. Received: "
-                f"directory={directory!r}. Use for example 'runs/a'."
-            )
-        self.directory = Path(directory)
+        self.directory = require_path("directory", directory, "runs/a")
         self._events: _EventFile | None = None
         # What was written at the last update that has a point.
         self._last_updates = -1
         self._last: dict[str, float] = {}
-        self._has_warned = False
 
     def open(self) -> None:
-        self._has_warned = False
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._events = _EventFile(self.directory)
@@ -128,15 +121,8 @@ class TensorBoardLogger(Logger):
         try:
             write(*arguments)
         except OSError as error:
-            if not self._has_warned:
-                self._has_warned = True
-                warnings.warn(
-                    FAILED.format(
-                        path=self.directory, reason=error.strerror or error
-                    ),
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+            reason = error.strerror or error
+            self._warn_once(FAILED.format(path=self.directory, reason=reason))
 
 
 class _EventFile:

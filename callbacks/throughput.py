@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accumtrainer import Batch, Callback, Every, peak_memory_bytes
+from accumtrainer.callbacks.arguments import require_every
 
 
 class Throughput(Callback):
@@ -56,11 +57,7 @@ class Throughput(Callback):
     ):
         super().__init__()
         every = Every(10, "updates") if every is None else every
-        if not isinstance(every, Every):
-            raise TypeError(
-                "every must be an Every. Received: "
-                f"every={every!r}. Use for example Every(10, 'updates')."
-            )
+        require_every("every", every, "Use for example Every(10, 'updates').")
         if tokens is not None and not callable(tokens):
             raise TypeError(
                 "tokens must be a function from a Batch to a number. Received: "

@@ -3,13 +3,13 @@
 import abc
 import inspect
 import sys
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from accumtrainer import Every, Logger
 from accumtrainer.callbacks.background import Background
+from accumtrainer.callbacks.description import describe_training
 
 MOST_UNREAD_POINTS = 200
 """Points that may wait with their numbers on the device."""
@@ -18,6 +18,10 @@ REFUSED = "{tool} did not take everything ({reason}). Training goes on."
 TOO_SLOW = (
     "{tool} takes points more slowly than they come, and some were left out. "
     "Training goes on. A larger `every` makes fewer points."
+)
+UNFINISHED = (
+    "{tool} did not take the last points within close_secs={secs:g} seconds; "
+    "they are left out. Give it more."
 )
 UNKNOWN_OPTIONS = (
     "{logger} must get its own options and those of {starter}. Received: "
@@ -44,6 +48,9 @@ class Tracker(Logger):
     starter = ""
     """The function that starts a run, as users write it."""
 
+    unfinished = UNFINISHED
+    """What a warning says where the tracker takes longer than it may."""
+
     def __init__(
         self, every: Every | None, options: dict[str, Any], close_secs: float
     ):
@@ -54,14 +61,13 @@ class Tracker(Logger):
         self._last_updates = -1
         self._followed: Any = None  # a reference to the run's Trainer
         self._is_resumed = False
-        self._background: Background | None = None
-        self._has_warned = False
+        self._background: Any = None
         self._outer_error: BaseException | None = None
 
     # What a subclass fills in.
 
     @abc.abstractmethod
-    def get_starter(self) -> Callable[..., Any]:
+    def get_starter(self) -> Any:
         """Import the tracker; return the function that starts a run."""
 
     @abc.abstractmethod
@@ -71,6 +77,10 @@ class Tracker(Logger):
     @abc.abstractmethod
     def send_point(self, updates: int, numbers: dict[str, Any]) -> None:
         """Hand a point to the thread."""
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """End the thread, and the run if it was started here."""
 
     # What every logger does.
 
@@ -87,7 +97,6 @@ class Tracker(Logger):
                 )
             )
         self._outer_error = sys.exc_info()[1]
-        self._has_warned = False
         # Amid an epoch, a resume says which run it is before the counters are
         # put back.
         is_behind = self.trainer.progress.updates < self._last_updates
@@ -115,6 +124,11 @@ class Tracker(Logger):
         self.send_point(updates, numbers)
         self._warn_of_failures(background)
 
+    def close(self) -> None:
+        if self._background is not None:
+            self.finish()
+        self._is_resumed = False
+
     def get_state(self) -> dict[str, Any]:
         state = super().get_state()  # may write a point
         return state | {
@@ -128,6 +142,11 @@ class Tracker(Logger):
         self._last_updates = state["last_updates"]
         self._is_resumed = True
 
+    def _description(self) -> dict[str, Any]:
+        """Say what the training was configured to be, for the run."""
+        description = describe_training(self.trainer, self.params)
+        return description | {"every": str(self.every)}
+
     def _begin(self) -> Background:
         """Return the thread, and start the run if it has not been yet.
 
@@ -136,12 +155,22 @@ class Tracker(Logger):
         """
         if self._background is None:
             self.start()
-        assert self._background is not None
-        return self._background
+        background: Background = self._background
+        return background
 
     def _send(self, function: Callable[..., Any], *arguments: Any) -> None:
         if not self._begin().do(function, *arguments):
             self._warn_once(TOO_SLOW.format(tool=self.tool))
+
+    def _end_thread(self, last: Callable[..., Any], *arguments: Any) -> None:
+        """Have the thread do what is left and one last thing, and end."""
+        background, self._background = self._background, None
+        is_done = background.finish(self.close_secs, last, *arguments)
+        self._warn_of_failures(background)
+        if not is_done:
+            self._warn_once(
+                self.unfinished.format(tool=self.tool, secs=self.close_secs)
+            )
 
     def _failure(self) -> BaseException | None:
         """Return the error that ends this training, if one does."""
@@ -153,8 +182,3 @@ class Tracker(Logger):
             failure = background.failures[0]
             reason = str(failure) or type(failure).__name__
             self._warn_once(REFUSED.format(tool=self.tool, reason=reason))
-
-    def _warn_once(self, message: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -1,18 +1,13 @@
 """A logger that sends points to Trackio."""
 
-from collections.abc import Callable
 from typing import Any
 
 from accumtrainer import Every, Histogram, Image, Table, Text
 from accumtrainer.callbacks.background import Background
-from accumtrainer.callbacks.description import describe_training
 from accumtrainer.callbacks.scalars import as_scalars
+from accumtrainer.callbacks.tools import import_tool
 from accumtrainer.callbacks.tracker import Tracker
 
-UNFINISHED = (
-    "Trackio did not take the last points within close_secs={secs:g} seconds; "
-    "they are left out. Give it more."
-)
 ANOTHER_RUN = (
     "name must be that of one run, as Trackio finds runs by their names. "
     "Received: {name!r} in {project!r}, which is also the name of a newer run "
@@ -68,7 +63,6 @@ class TrackioLogger(Tracker):
     tool = "Trackio"
     starter = "trackio.init"
     _run_id: str | None
-    _background: Any
 
     def __init__(
         self,
@@ -91,9 +85,8 @@ class TrackioLogger(Tracker):
         """The `trackio.Run`; `None` unless training runs."""
         return self._run
 
-    def get_starter(self) -> Callable[..., Any]:
-        init: Callable[..., Any] = import_trackio().init
-        return init
+    def get_starter(self) -> Any:
+        return import_trackio().init
 
     def start(self) -> None:
         from trackio.context_vars import current_run
@@ -113,15 +106,8 @@ class TrackioLogger(Tracker):
     def write_media(self, updates: int, name: str, value: Any) -> None:
         self._send(self._log_media, updates, name, value)
 
-    def close(self) -> None:
-        self._is_resumed = False
-        if self._background is None:
-            return
-        background, self._background = self._background, None
-        is_done = background.finish(self.close_secs, lambda: None)
-        self._warn_of_failures(background)
-        if not is_done:
-            self._warn_once(UNFINISHED.format(secs=self.close_secs))
+    def finish(self) -> None:
+        self._end_thread(lambda: None)
         if self._is_started_here:
             import_trackio().finish()
         self._run = None
@@ -135,9 +121,7 @@ class TrackioLogger(Tracker):
 
     def _init(self) -> Any:
         trackio = import_trackio()
-        description = describe_training(self.trainer, self.params)
-        config = description | {"every": str(self.every)}
-        config |= self._options.get("config") or {}
+        config = self._description() | (self._options.get("config") or {})
         options = self._options | {"config": config}
         if self._run_id is None:
             return trackio.init(self.project, **options)
@@ -176,14 +160,9 @@ def import_trackio() -> Any:
     Raises:
         ImportError: it is not installed; the message names the extra.
     """
-    try:
-        import trackio
-    except ImportError as error:
-        raise ImportError(
-            "TrackioLogger needs Trackio, which is not installed. "
-            "Run: pip install 'accumtrainer[trackio]'"
-        ) from error
-    return trackio
+    return import_tool(
+        "trackio", needs="TrackioLogger needs Trackio", extra="trackio"
+    )
 
 
 def _known_runs(project: str) -> set[str]:

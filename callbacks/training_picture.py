@@ -166,16 +166,7 @@ def _draw_scale_and_skips(axis: Any, columns: Any) -> None:
 
 def _draw_line(axis: Any, columns: Any, color: str, label: str) -> None:
     updates, low, mean, high, _ = columns
-    marker = "o" if len(updates) <= MOST_MARKED else None
-    axis.plot(
-        updates,
-        mean,
-        color=color,
-        label=label,
-        linewidth=1.2,
-        marker=marker,
-        markersize=2.5,
-    )
+    axis.plot(updates, mean, label=label, **_line_style(updates, color))
     if np.any(high > low):
         axis.fill_between(
             updates, low, high, color=color, alpha=0.18, linewidth=0
@@ -183,16 +174,17 @@ def _draw_line(axis: Any, columns: Any, color: str, label: str) -> None:
 
 
 def _draw_steps(axis: Any, updates: Any, values: Any, color: str) -> None:
-    marker = "o" if len(updates) <= MOST_MARKED else None
-    axis.step(
-        updates,
-        values,
-        where="post",
-        color=color,
-        linewidth=1.2,
-        marker=marker,
-        markersize=2.5,
-    )
+    axis.step(updates, values, where="post", **_line_style(updates, color))
+
+
+def _line_style(updates: Any, color: str) -> dict[str, Any]:
+    """Return the options of a line, on which a few points are marked."""
+    return {
+        "color": color,
+        "linewidth": 1.2,
+        "marker": "o" if len(updates) <= MOST_MARKED else None,
+        "markersize": 2.5,
+    }
 
 
 def _ring_lowest(axis: Any, columns: Any, color: str) -> None:

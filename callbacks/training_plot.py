@@ -2,13 +2,12 @@
 
 import math
 import os
-import pathlib
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 from accumtrainer import Every, Logger
+from accumtrainer.callbacks.arguments import require_path
 from accumtrainer.callbacks.curves import Curve
 from accumtrainer.callbacks.training_picture import (
     draw_curves,
@@ -70,9 +69,6 @@ class TrainingPlot(Logger):
         'run.png'
     """
 
-    has_state = True
-    looks_at_model = False
-
     def __init__(
         self,
         path: str | os.PathLike,
@@ -82,14 +78,13 @@ class TrainingPlot(Logger):
         clock: Callable[[], float] = time.monotonic,
     ):
         super().__init__(every=every)
-        _check(path, redraw_secs)
-        self.path = pathlib.Path(path)
+        self.path = require_path("path", path, "loss.png")
+        _check(redraw_secs)
         self.redraw_secs = redraw_secs
         self._clock = clock
         self._curves: dict[str, Curve] = {}
         self._trainer_drawn = None
         self._next_drawing = math.inf
-        self._has_warned = False
 
     def open(self) -> None:
         """Check what drawing needs, before time is spent on training."""
@@ -97,7 +92,6 @@ class TrainingPlot(Logger):
         if self._trainer_drawn is not self.trainer:
             self._curves = {}
         self._trainer_drawn = self.trainer
-        self._has_warned = False
         self._next_drawing = self._clock() + self.redraw_secs
 
     def write(self, updates: int, numbers: dict[str, Any]) -> None:
@@ -141,28 +135,16 @@ class TrainingPlot(Logger):
         try:
             write_figure(draw_curves(self._curves, title), self.path)
         except OSError as error:
-            self._warn_once(error)
+            self._warn_once(
+                f"TrainingPlot could not write {str(self.path)!r}: {error}. "
+                "Training goes on."
+            )
         now = self._clock()
         rest = max(self.redraw_secs, (now - begun) / DRAWING_SHARE)
         self._next_drawing = now + rest
 
-    def _warn_once(self, error: BaseException) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"TrainingPlot could not write {str(self.path)!r}: {error}. "
-                "Training goes on.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
 
-
-def _check(path: Any, redraw_secs: Any) -> None:
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(
-            "path must be a path. Received: "
-            f"path={path!r}. Use for example 'loss.png'."
-        )
+def _check(redraw_secs: Any) -> None:
     is_number = isinstance(redraw_secs, int | float)
     if not is_number or isinstance(redraw_secs, bool) or redraw_secs < 0:
         raise ValueError(

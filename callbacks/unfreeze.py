@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from accumtrainer import Callback, Every
+from accumtrainer.callbacks.arguments import require_every
 
 
 class Unfreeze(Callback):
@@ -42,11 +43,7 @@ class Unfreeze(Callback):
         trainable: bool = True,
     ):
         super().__init__()
-        if not isinstance(at, Every):
-            raise TypeError(
-                f"at must be an Every. Received: at={at!r}. Write for example "
-                "at=Every(3, 'epochs')."
-            )
+        require_every("at", at, "Write for example at=Every(3, 'epochs').")
         if isinstance(layers, str):
             layers = [layers]
         if not layers:

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from accumtrainer import Every, Preempted
+from accumtrainer.callbacks.arguments import require_every
 from accumtrainer.callbacks.background import Background
 from accumtrainer.callbacks.best_values import BestValues
-from accumtrainer.callbacks.description import describe_training
 from accumtrainer.callbacks.tracker import Tracker
 from accumtrainer.callbacks.wandb_checkpoints import SentCheckpoints
 from accumtrainer.callbacks.wandb_rows import import_wandb
@@ -116,8 +116,8 @@ class WandbLogger(Tracker):
 
     tool = "W&B"
     starter = "wandb.init"
+    unfinished = UNFINISHED
     _run_id: str | None
-    _background: Any
 
     def __init__(
         self,
@@ -164,9 +164,8 @@ class WandbLogger(Tracker):
 
     # What every logger does.
 
-    def get_starter(self) -> Callable[..., Any]:
-        init: Callable[..., Any] = import_wandb().init
-        return init
+    def get_starter(self) -> Any:
+        return import_wandb().init
 
     def open(self) -> None:
         super().open()
@@ -202,22 +201,12 @@ class WandbLogger(Tracker):
         if self._is_open and self._background is not None:
             self._send_new_checkpoints(is_last=False)
 
-    def close(self) -> None:
-        self._is_resumed = False
-        if self._background is None:
-            return
+    def finish(self) -> None:
         self._send_new_checkpoints(is_last=True)
-        background, self._background = self._background, None
         failure = self._failure()
         if isinstance(failure, Preempted):
-            background.do(self._wandb.mark_preempting)
-        exit_code = _exit_code(failure)
-        is_finished = background.finish(
-            self.close_secs, self._wandb.finish, exit_code
-        )
-        self._warn_of_failures(background)
-        if not is_finished:
-            self._warn_once(UNFINISHED.format(secs=self.close_secs))
+            self._background.do(self._wandb.mark_preempting)
+        self._end_thread(self._wandb.finish, _exit_code(failure))
 
     def get_state(self) -> dict[str, Any]:
         state = super().get_state()  # may write a point
@@ -265,8 +254,7 @@ class WandbLogger(Tracker):
         self._background = Background(
             "accumtrainer-wandb", gather_secs=GATHER_SECS
         )
-        config = describe_training(self.trainer, self.params)
-        config["every"] = str(self.every)
+        config = self._description()
         self._sent_plan = self.trainer.plan
         self._background.do(self._begin_run, config, is_continued)
         is_typing = self._given_run is None and _is_at_a_terminal()
@@ -399,11 +387,8 @@ def _check_options(
             f"watch must be one of {WATCHED}. Received: watch={watch!r}. Use "
             "'weights' for histograms of the weights."
         )
-    if watch_every is not None and not isinstance(watch_every, Every):
-        raise TypeError(
-            "watch_every must be an Every. Received: "
-            f"watch_every={watch_every!r}. Use Every(100, 'updates')."
-        )
+    if watch_every is not None:
+        require_every("watch_every", watch_every, "Use Every(100, 'updates').")
     wrong = {k: v for k, v in (best or {}).items() if v not in ("min", "max")}
     if wrong:
         raise ValueError(

@@ -4,6 +4,7 @@ import html
 from typing import Any
 
 from accumtrainer import Histogram, Image, Table, Text
+from accumtrainer.callbacks.tools import import_tool
 from accumtrainer.callbacks.wandb_rows import import_wandb
 
 
@@ -35,13 +36,9 @@ def _picture(image: Image) -> Any:
 
     It drops every dimension of size 1, a width of one pixel too.
     """
-    try:
-        import PIL.Image
-    except ImportError as error:
-        raise ImportError(
-            "Images in W&B need Pillow, which is not installed. "
-            "Run: pip install 'accumtrainer[wandb]'"
-        ) from error
+    pillow = import_tool(
+        "PIL.Image", needs="Images in W&B need Pillow", extra="wandb"
+    )
     pixels = image.pixels
     is_gray = pixels.shape[-1] == 1
-    return PIL.Image.fromarray(pixels[..., 0] if is_gray else pixels)
+    return pillow.fromarray(pixels[..., 0] if is_gray else pixels)

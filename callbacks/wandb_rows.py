@@ -4,6 +4,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from accumtrainer.callbacks.tools import import_tool
+
 UPDATES = "updates"
 """The x-axis of every chart."""
 
@@ -28,14 +30,7 @@ def import_wandb() -> Any:
     Raises:
         ImportError: it is not installed; the message names the extra.
     """
-    try:
-        import wandb
-    except ImportError as error:
-        raise ImportError(
-            "WandbLogger needs W&B, which is not installed. "
-            "Run: pip install 'accumtrainer[wandb]'"
-        ) from error
-    return wandb
+    return import_tool("wandb", needs="WandbLogger needs W&B", extra="wandb")
 
 
 class WandbRows:

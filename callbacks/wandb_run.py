@@ -87,9 +87,9 @@ class WandbRun:
         )
 
     @property
-    def folder(self) -> Any:
+    def folder(self) -> Path:
         """Where W&B keeps the run on this machine."""
-        return self._directory()
+        return Path(self.run.settings.sync_dir)
 
     def log(
         self,
@@ -220,7 +220,7 @@ class WandbRun:
         """Find out what was sent last: ask W&B, or offline look on disk."""
         known: list[dict[str, Any]] = [{"updates": -1}, dict(self.run.summary)]
         if self.run.offline:
-            runs = self._directory().parent
+            runs = self.folder.parent
             markers = runs.glob(f"*run-*-{self.run.id}*/{MARKER}")
             known += [json.loads(marker.read_text()) for marker in markers]
         return max(known, key=lambda row: row.get("updates", -1))
@@ -232,7 +232,7 @@ class WandbRun:
         is_new = row["updates"] != self._marked["updates"]
         self._marked = row if is_new else self._marked | row
         if self._marker is None:
-            path = self._directory() / MARKER
+            path = self.folder / MARKER
             self._marker = path.open("wb", buffering=0)
         # One write in place, since a new file for every point takes longer
         # than W&B does; spaces cover what a longer one has left behind.
@@ -240,9 +240,6 @@ class WandbRun:
         self._marker_bytes = max(self._marker_bytes, len(text))
         self._marker.seek(0)
         self._marker.write(text.ljust(self._marker_bytes))
-
-    def _directory(self) -> Path:
-        return Path(self.run.settings.sync_dir)
 
 
 def _joining(active: Any, options: dict[str, Any]) -> dict[str, Any]:

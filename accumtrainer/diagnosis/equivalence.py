@@ -222,7 +222,7 @@ class EquivalenceCheck:
         if self._trials.hook_couples(whole):
             yield ON_MICRO_BATCH
             return
-        for layer in self._trials.coupling_layers(whole, training=True):
+        for layer in self._trials.coupling_layers(whole):
             if isinstance(layer, keras.layers.BatchNormalization):
                 layers = _listed(_normalizing_layers(self._hooks.model))
                 yield NORMALIZING.format(layers=layers)

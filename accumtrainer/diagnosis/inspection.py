@@ -288,9 +288,9 @@ class Replay:
 
         variables = self._model.trainable_variables
         summary, gradients = self._backend.value_and_grad(objective, variables)
-        labels = [label for *label, _ in sketches]
-        rows = zip(labels, summary["counts"], strict=True)
-        found += _findings(rows, position)
+        pairs = zip(sketches, summary["counts"], strict=True)
+        counted = [(*sketch[:-1], counts) for sketch, counts in pairs]
+        found += _findings(counted, position)
         gradients = [
             ops.zeros(v.shape, "float32")
             if g is None
@@ -319,8 +319,7 @@ class Replay:
             _sketch(f"gradient of {v.path}{suffix}", "gradient", gradient)
             for v, gradient in reversed(list(pairs))
         ]
-        rows = [(label, counts) for *label, counts in sketches]
-        return _findings(rows, position)
+        return _findings(sketches, position)
 
 
 def _harmful(findings: list[Finding]) -> list[Finding]:
@@ -406,10 +405,10 @@ def _sketch(what: str, stage: str, tensor: Tensor) -> Any:
     return what, stage, size, ops.stack([nans, infinities])
 
 
-def _findings(rows: Iterable[Any], position: int | None) -> list[Finding]:
-    """List the findings among `((what, stage, size), counts)`."""
+def _findings(sketches: Iterable[Any], position: int | None) -> list[Finding]:
+    """List the findings among what `_sketch` returned."""
     found = []
-    for (what, stage, size), counts in rows:
+    for what, stage, size, counts in sketches:
         nans, infinities = np.asarray(counts).tolist()
         if nans or infinities:
             found.append(
@@ -426,19 +425,16 @@ def _findings(rows: Iterable[Any], position: int | None) -> list[Finding]:
 
 
 def _in_variables(model: Model) -> list[Finding]:
-    rows = []
-    for variable in model.variables:
-        *label, counts = _sketch(variable.path, "variable", variable.value)
-        rows.append((label, counts))
-    return _findings(rows, None)
+    sketches = [_sketch(v.path, "variable", v.value) for v in model.variables]
+    return _findings(sketches, None)
 
 
 def _in_batch(batch: Batch, position: int | None, suffix: str) -> list[Finding]:
     """List what is not finite in a batch, with the rows concerned."""
     found = []
     for path, leaf in _named_leaves(batch):
-        *label, counts = _sketch(path + suffix, "batch", leaf)
-        for finding in _findings([(label, counts)], position):
+        sketch = _sketch(path + suffix, "batch", leaf)
+        for finding in _findings([sketch], position):
             values = np.asarray(ops.convert_to_numpy(leaf), "float64")
             is_bad = ~np.isfinite(values.reshape([len(values), -1]))
             rows = np.flatnonzero(is_bad.any(axis=1))[:MOST_ROWS]

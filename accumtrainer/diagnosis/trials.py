@@ -106,11 +106,8 @@ class Trials:
         """Every variable that a run reads or writes, each once."""
         return unique([*self._model.variables, *self.parts.variables])
 
-    def coupling_layers(self, window: Window, *, training: bool) -> list[Layer]:
-        """Find the layer that first makes rows depend on each other.
-
-        Args:
-            training: whether layers are told that this is training.
+    def coupling_layers(self, window: Window) -> list[Layer]:
+        """Find the layer that in training first makes rows depend on others.
 
         Returns:
             The layer in a list; an empty one where there is none, or where
@@ -119,7 +116,7 @@ class Trials:
         groups = _groups_of(window)
         if groups is None:
             return []
-        for runner in self._runners(groups, training):
+        for runner in self._runners(groups, training=True):
             with contextlib.suppress(Exception):
                 return runner.coupling_layers(runner.change(groups))
         return []
@@ -200,7 +197,6 @@ class _Runner:
     ):
         self._operations = operations
         self._rows = rows
-        self._training = training
         parts = replace(trials.parts, training=training)
         self._hooks = parts.hooks
         self._state = parts.state
