@@ -216,7 +216,7 @@ def _tidy(module: fx.GraphModule) -> None:
         elif _changes_first(target):
             # What it returns is what it was given.
             node.replace_all_uses_with(node.args[0])
-    # And what may be a view of it.
+    # What is changed, and what it may be a view of.
     changed = memory_of(changed_by(graph.nodes))
     needed = changed | memory_of(graph.output_node().all_input_nodes)
     for node in list(graph.nodes):
