@@ -134,10 +134,11 @@ class Inspection:
         """What has been found, in a sentence or two."""
         if self.first is None:
             return (
-                "Every micro-batch by itself is finite, run again. Either "
-                "the sum of the gradients or their norm overflows, or on_apply "
-                "returns something that is not finite, or it depends on a "
-                "random draw or a rounding that came out otherwise."
+                "Every micro-batch by itself is finite, run again. If the "
+                "window was skipped, the sum of the gradients or their norm "
+                "overflows, or on_apply returns something that is not finite, "
+                "or it depends on a random draw or a rounding that came out "
+                "otherwise."
             )
         if self.scale_overflows:
             return (
