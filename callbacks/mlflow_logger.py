@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 from accumtrainer import Every
@@ -87,8 +88,9 @@ class MLflowLogger(Tracker):
         """The id of the run in MLflow; `None` before the first update."""
         return self._run_id
 
-    def get_starter(self) -> Any:
-        return import_mlflow().start_run
+    def get_starter(self) -> Callable[..., Any]:
+        start_run: Callable[..., Any] = import_mlflow().start_run
+        return start_run
 
     def send_point(self, updates: int, numbers: dict[str, Any]) -> None:
         self._send(self._log_metrics, updates, numbers, time.time())

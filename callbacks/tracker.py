@@ -61,13 +61,13 @@ class Tracker(Logger):
         self._last_updates = -1
         self._followed: Any = None  # a reference to the run's Trainer
         self._is_resumed = False
-        self._background: Any = None
+        self._background: Background | None = None
         self._outer_error: BaseException | None = None
 
     # What a subclass fills in.
 
     @abc.abstractmethod
-    def get_starter(self) -> Any:
+    def get_starter(self) -> Callable[..., Any]:
         """Import the tracker; return the function that starts a run."""
 
     @abc.abstractmethod
@@ -155,8 +155,8 @@ class Tracker(Logger):
         """
         if self._background is None:
             self.start()
-        background: Background = self._background
-        return background
+        assert self._background is not None
+        return self._background
 
     def _send(self, function: Callable[..., Any], *arguments: Any) -> None:
         if not self._begin().do(function, *arguments):
@@ -165,6 +165,7 @@ class Tracker(Logger):
     def _end_thread(self, last: Callable[..., Any], *arguments: Any) -> None:
         """Have the thread do what is left and one last thing, and end."""
         background, self._background = self._background, None
+        assert background is not None  # points were sent
         is_done = background.finish(self.close_secs, last, *arguments)
         self._warn_of_failures(background)
         if not is_done:

@@ -1,5 +1,6 @@
 """A logger that sends points to Trackio."""
 
+from collections.abc import Callable
 from typing import Any
 
 from accumtrainer import Every, Histogram, Image, Table, Text
@@ -85,8 +86,9 @@ class TrackioLogger(Tracker):
         """The `trackio.Run`; `None` unless training runs."""
         return self._run
 
-    def get_starter(self) -> Any:
-        return import_trackio().init
+    def get_starter(self) -> Callable[..., Any]:
+        init: Callable[..., Any] = import_trackio().init
+        return init
 
     def start(self) -> None:
         from trackio.context_vars import current_run

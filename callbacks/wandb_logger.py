@@ -164,8 +164,9 @@ class WandbLogger(Tracker):
 
     # What every logger does.
 
-    def get_starter(self) -> Any:
-        return import_wandb().init
+    def get_starter(self) -> Callable[..., Any]:
+        init: Callable[..., Any] = import_wandb().init
+        return init
 
     def open(self) -> None:
         super().open()
