@@ -103,7 +103,9 @@ def with_dense_gradients(optimizer, noise=0.0):
         variables = trainable_variables or optimizer._trainable_variables
         grads = [dense(gradient) for gradient in grads]
         if noise:
-            grads = with_noise(grads, variables, noise)
+            # It goes by signs, and makes a step of what terms leave that cancel.
+            is_lion = isinstance(optimizer, keras.optimizers.Lion)
+            grads = with_noise(grads, variables, noise, at_zeros=is_lion)
         if keras.backend.backend() != "torch" or not isinstance(
             optimizer, keras.optimizers.ScheduleFreeAdamW
         ):
@@ -135,8 +137,8 @@ def dense(gradient):
     return tf.convert_to_tensor(gradient)
 
 
-def with_noise(gradients, variables, noise):
-    """Add rounding to every gradient that is not exactly zero."""
+def with_noise(gradients, variables, noise, at_zeros):
+    """Add rounding to every gradient, or to those that are not exactly zero."""
     rng = np.random.default_rng(0)
     plain = [
         g is not None and not getattr(v, "overwrite_with_gradient", False)
@@ -157,7 +159,8 @@ def with_noise(gradients, variables, noise):
             signs = rng.choice([-1.0, 1.0], gradient.shape).astype("float32")
             signs = keras.ops.convert_to_tensor(signs)
             added = gradient + signs * noise * largest
-            gradient = keras.ops.where(gradient == 0, gradient, added)
+            is_zero = (gradient == 0) & (not at_zeros)
+            gradient = keras.ops.where(is_zero, gradient, added)
         result.append(gradient)
     return result
 
