@@ -29,15 +29,12 @@ from accumtrainer.window.losses import WeightedLoss, count_samples
 from accumtrainer.window.objective import is_random_state, total_loss, unique
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.passed import Passed
-from accumtrainer.window.state import Scratch, shifted_seed
+from accumtrainer.window.state import (
+    EXAMPLE_DISTANCE,
+    Scratch,
+    shifted_seed,
+)
 from accumtrainer.window.weighing import Share, where_sum, window_means
-
-EXAMPLE_DISTANCE = 0x6C078965
-"""By how much the seeds of neighbouring examples differ.
-
-Such that no few of it, and of the distance of replicas, come near a multiple of
-2**32: neighbouring micro-batches differ by 1.
-"""
 
 SUMMED = (
     "numerators",

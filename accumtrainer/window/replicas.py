@@ -40,12 +40,13 @@ from accumtrainer.window.objective import (
 )
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.passes import Passes, length
-from accumtrainer.window.state import EXTREMES, shifted_seed
+from accumtrainer.window.state import (
+    EXTREMES,
+    REPLICA_DISTANCE,
+    shifted_seed,
+)
 from accumtrainer.window.variables import WindowVariables
 from accumtrainer.window.weighing import Share, Shares
-
-STREAM_DISTANCE = 0x3C6EF35F
-"""By how much the seeds of neighbouring replicas differ."""
 
 
 def share_out(window: Window, replicas: int) -> tuple[Shares, list[int]]:
@@ -352,7 +353,7 @@ class Merger:
         before = [variable.value for variable in self.variables]
         for variable in self.variables:
             if is_random_state(variable):
-                seed = shifted_seed(variable, replica, STREAM_DISTANCE)
+                seed = shifted_seed(variable, replica, REPLICA_DISTANCE)
                 variable.assign(seed)
         return before
 

@@ -22,8 +22,19 @@ MICRO_BATCH_DISTANCE = 0x61C88647
 """How far the seeds of neighbouring micro-batches are from each other.
 
 On PyTorch Keras adds the seed and how often it was drawn from, so that of
-seeds in a row each would repeat what the one before it drew second.
+seeds in a row each would repeat what the one before it drew second. For the
+same reason this and the distances below are such that no few of some and few
+of others come near each other, or near a multiple of 2**32.
 """
+
+EXAMPLE_DISTANCE = 0x6C078965
+"""How far those of neighbouring examples are that run at once."""
+
+REPLICA_DISTANCE = 0x780F8225
+"""How far those of neighbouring replicas are."""
+
+PERTURB_DISTANCE = 0x2545F491
+"""How far what `perturb` draws from is from a micro-batch's stream."""
 
 
 class Scratch(keras.StatelessScope):

@@ -21,7 +21,12 @@ from accumtrainer.window.objective import (
 from accumtrainer.window.optimizers import Optimizers
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.passes import Passes
-from accumtrainer.window.state import RunningSums, Scratch, shifted_seed
+from accumtrainer.window.state import (
+    PERTURB_DISTANCE,
+    RunningSums,
+    Scratch,
+    shifted_seed,
+)
 from accumtrainer.window.survey import Survey
 from accumtrainer.window.variables import WindowVariables
 from accumtrainer.window.weighing import (
@@ -30,9 +35,6 @@ from accumtrainer.window.weighing import (
     where_sum,
     window_means,
 )
-
-PERTURB_DISTANCE = 0x2545F491
-"""How far what `perturb` draws from is from a micro-batch's stream."""
 
 
 class Update:

@@ -14,8 +14,6 @@ from accumtrainer import (
 )
 from accumtrainer.errors import DataError
 from accumtrainer.keras_api import BACKEND, keras, ops
-from accumtrainer.window.per_example import EXAMPLE_DISTANCE
-from accumtrainer.window.replicas import STREAM_DISTANCE
 
 layers = keras.layers
 ONE_BY_ONE = Accumulation(micro_batch_size=1)
@@ -222,13 +220,6 @@ def test_each_example_drops_out_by_itself_and_anew_in_each_update():
     )
     assert logs["largest"][0] > 1.1 * logs["smallest"][0]
     assert logs["smallest"][0] != logs["smallest"][1]
-
-
-def test_streams_of_examples_replicas_and_micro_batches_stay_apart():
-    examples, replicas = np.meshgrid(np.arange(-1024, 1025), np.arange(-8, 9))
-    apart = examples * EXAMPLE_DISTANCE + replicas * STREAM_DISTANCE
-    apart = np.minimum(apart % 2**32, -apart % 2**32)
-    assert apart[(examples != 0) | (replicas != 0)].min() > 200_000
 
 
 def test_hooks_draw_for_each_example():

@@ -103,7 +103,7 @@ def with_dense_gradients(optimizer, noise=0.0):
         variables = trainable_variables or optimizer._trainable_variables
         grads = [dense(gradient) for gradient in grads]
         if noise:
-            # It goes by signs, and makes a step of what terms leave that cancel.
+            # It goes by signs, even of what is left where terms cancel.
             is_lion = isinstance(optimizer, keras.optimizers.Lion)
             grads = with_noise(grads, variables, noise, at_zeros=is_lion)
         if keras.backend.backend() != "torch" or not isinstance(
