@@ -24,6 +24,7 @@ from accumtrainer.steps.torch.gradients import (
     gradients_of_rows,
     map_rows,
 )
+from accumtrainer.steps.torch.layouts import Order, lay_out
 from accumtrainer.steps.torch.marks import record_branch
 from accumtrainer.steps.torch.modules import Modules
 from accumtrainer.steps.torch.programs import Holder, Program
@@ -67,6 +68,7 @@ class TorchBackend(Backend):
         self._model = model
         self.replicas: TorchReplicas = TorchReplicas(is_alone=model is None)
         self._holders: dict[int, Holder] = {}
+        self._orders: dict[torch.Size, Order] = {}
         self._is_recording = False
         self._is_mapping = False
         self._modules = Modules(None)
@@ -102,6 +104,7 @@ class TorchBackend(Backend):
         ):
             function(tree.map_structure(_to_tensor, batch))
             known = [] if self._model is None else self._model.variables
+            self._orders.update(trial.kernels.orders(known))
             for variable in trial.changed(known):
                 # Whoever asks what was assigned is to hear of it.
                 variable.assign(variable.value.clone())
@@ -115,7 +118,7 @@ class TorchBackend(Backend):
         jit_compile: bool,
     ) -> Any:
         holder = self._holders.setdefault(
-            id(program), Holder(program, self.replicas.begin_alike)
+            id(program), Holder(program, self._begin)
         )
         recording = None if self._run_eagerly else self._recording
 
@@ -124,6 +127,13 @@ class TorchBackend(Backend):
                 return function(*arguments)
 
         return Program(run, holder, recording, compiles=jit_compile)
+
+    def _begin(self, variables: Sequence[Variable]) -> None:
+        """Get variables ready that a program has not used before."""
+        self.replicas.begin_alike(variables)
+        if lay_out(variables, self._orders):
+            for holder in self._holders.values():
+                holder.forget()
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:

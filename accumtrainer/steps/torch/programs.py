@@ -27,16 +27,16 @@ class Holder:
 
     Args:
         program: lists them.
-        begin_alike: called with them before they are used.
+        begin: called with them before they are used.
     """
 
     def __init__(
         self,
         program: HasVariables,
-        begin_alike: Callable[[Sequence[Variable]], None],
+        begin: Callable[[Sequence[Variable]], None],
     ):
         self._program = program
-        self._begin_alike = begin_alike
+        self._begin = begin
         self._memory: Memory | None = None
         self.variables: Sequence[Variable] = ()
 
@@ -47,7 +47,7 @@ class Holder:
             variables = self._program.all_variables
             if list(map(id, variables)) != list(map(id, self.variables)):
                 self.variables = variables
-                self._begin_alike(variables)
+                self._begin(variables)
             self._memory = Memory(variables)
         return self._memory
 

@@ -8,6 +8,7 @@ import torch
 from torch.utils import _python_dispatch
 
 from accumtrainer.keras_api.types import Tensor, Variable
+from accumtrainer.steps.torch.layouts import Kernels
 
 SCHEMA = "_schema"
 """Where an operation says what it changes; PyTorch tells it nowhere else."""
@@ -21,11 +22,13 @@ class Trial(_python_dispatch.TorchDispatchMode):
 
     Attributes:
         operations: the names of those that were run.
+        kernels: what convolutions have read.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.operations: set[str] = set()
+        self.kernels = Kernels()
         self._made: set[int] = set()
         self._kept: dict[int, tuple[Any, Any]] = {}
 
@@ -41,6 +44,7 @@ class Trial(_python_dispatch.TorchDispatchMode):
             if key not in self._made and key not in self._kept:
                 self._kept[key] = storage, storage.clone()
         result = function(*args, **kwargs)
+        self.kernels.watch(function, args, result)
         if all(r.alias_info is None for r in getattr(function, SCHEMA).returns):
             tensors = _tensors_in(result)
             self._made |= {t.untyped_storage().data_ptr() for t in tensors}
