@@ -12,7 +12,6 @@ if os.environ["KERAS_BACKEND"] != "torch":
 
 import torch
 from recorded import agrees, make, names_of
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from accumtrainer.steps.torch import graphs
 from accumtrainer.steps.torch.marks import record_branch
@@ -204,34 +203,3 @@ def test_normalization_scales_before_it_repeats():
     left = names_of(function, make(6, 3))
     assert left.index("expand") > left.index("div")
     agrees(function, make(6, 3))
-
-
-@pytest.mark.parametrize("order", [(3, 2, 0, 1), (3, 0, 1, 2), (1, 0, 2, 3)])
-@pytest.mark.parametrize(
-    "layout", [torch.channels_last, torch.contiguous_format]
-)
-def test_large_kernels_are_copied_as_matrices(order, layout):
-    def move(tensors):
-        moved = tensors[0].permute(order)
-        return [moved.clone(memory_format=layout)]
-
-    tensors = (make(3, 3, 64, 80),)
-    axes = range(4) if layout is torch.contiguous_format else (0, 2, 3, 1)
-    is_matrix = [order[axis] for axis in axes] == [3, 0, 1, 2]
-    with torch.no_grad():
-        module = make_fx(move, tracing_mode="fake")(list(tensors))
-        graphs._tidy(module)
-    (copy,) = (n for n in module.graph.nodes if "clone" in n.name)
-    assert (copy.meta["val"].dim() == 2) == is_matrix
-    agrees(move, *tensors)
-    with torch.no_grad():
-        graph = graphs.Graph(move, list(tensors), compiles=False)
-        assert graph(tensors)[0].stride() == move(tensors)[0].stride()
-
-
-def test_small_kernels_are_copied_as_they_are():
-    def move(tensors):
-        moved = tensors[0].permute(3, 2, 0, 1)
-        return [moved.clone(memory_format=torch.channels_last)]
-
-    assert names_of(move, make(3, 3, 4, 5)) == ["permute", "clone"]

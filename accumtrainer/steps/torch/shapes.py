@@ -1,11 +1,12 @@
-"""Recorded operations, without the detours that einsum makes.
+"""Recorded operations, simplified without another result.
 
 Keras multiplies tensors by `einsum`, which moves axes to and fro and puts axes
 of length one between them until a product of matrices is left. Read one by one
 these steps are views and copies; together, most are nothing but another shape.
+What is computed twice is computed once, biases are added to products as these
+are made, and images are pooled as they lie.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,10 +45,6 @@ POOLS = {
 
 SMALL = 4096
 """How many elements a value may have that is kept rather than made again."""
-
-LARGE, WIDE = 2**15, 64
-"""How many elements, and how many rows and columns at least, a matrix has whose
-transpose is copied faster in blocks."""
 
 
 def simplify(module: fx.GraphModule, changed: set[fx.Node]) -> None:
@@ -205,36 +202,7 @@ def _copy(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
             return source
     if source is not node.args[0]:
         node.args = (source,)
-    return _transpose(rewriter, node)
-
-
-def _transpose(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
-    """Copy the transpose of a matrix, where a copy is one in memory.
-
-    PyTorch does that in blocks, other permutations element by element.
-    """
-    moved, value = node.args[0], _value(node)
-    if moved.target is not aten.permute.default or value.numel() < LARGE:
-        return node
-    source, order = moved.args
-    axes = sorted(range(value.dim()), key=value.stride, reverse=True)
-    turned = [order[axis] for axis in axes]
-    split = turned[0]
-    is_rotated = turned == [*range(split, len(turned)), *range(split)]
-    if not is_rotated or not split or not _value(source).is_contiguous():
-        return node
-    rows = math.prod(_shape(source)[:split])
-    columns = value.numel() // rows
-    if min(rows, columns) < WIDE:
-        return node
-    matrix = rewriter.reshape(source, [rows, columns])
-    matrix = rewriter.call(aten.permute.default, matrix, [1, 0])
-    copy = rewriter.call(
-        aten.clone.default, matrix, memory_format=torch.contiguous_format
-    )
-    copy = rewriter.reshape(copy, [value.shape[axis] for axis in axes])
-    places = [axes.index(axis) for axis in range(len(axes))]
-    return rewriter.call(aten.permute.default, copy, places)
+    return node
 
 
 def _pool(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
@@ -287,7 +255,7 @@ def _scale(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
     return rewriter.call(aten.expand.default, scaled, repeated.args[1])
 
 
-def _raise(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
+def _drop_power_of_one(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
     """Leave out the power of one, which derivatives of squares have."""
     base, exponent = node.args
     return base if exponent == 1 and not _is_cast(node) else node
@@ -311,7 +279,7 @@ SHAPES: Rules = {
     aten.bmm.default: _multiply,
     aten.mul.Scalar: _scale,
     aten.div.Scalar: _scale,
-    aten.pow.Tensor_Scalar: _raise,
+    aten.pow.Tensor_Scalar: _drop_power_of_one,
 }
 SUMS: Rules = {aten.add.Tensor: _add}
 
@@ -330,7 +298,7 @@ def _is_simple(node: fx.Node) -> bool:
 
 
 def _is_foretold(node: fx.Node) -> bool:
-    """Whether it is known how a value will lie, from a tensor without any."""
+    """Whether a value has a fake tensor, so that its strides are known."""
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else [value]
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
