@@ -186,7 +186,7 @@ class Trainer(Answers):
         callbacks: Any = None,
         validation_split: float = 0.0,
         validation_data: Any = None,
-        shuffle: bool = True,
+        shuffle: bool | Literal["batch"] = True,
         class_weight: dict[int, float] | None = None,
         sample_weight: Any = None,
         initial_epoch: int = 0,
@@ -240,8 +240,8 @@ class Trainer(Answers):
                 of the `Checkpoint` callback, or begin where there is none; or
                 the path of a checkpoint or of a directory of them; or
                 `"wandb:entity/project/name:alias"`, an artifact that a
-                `WandbLogger` has sent. What counts from the beginning then
-                counts from the run's: `epochs`, `max_updates`, `max_seconds`.
+                `WandbLogger` has sent. `epochs`, `max_updates` and
+                `max_seconds` then count from where that run began.
             fast_forward: whether data that cannot go to a place by
                 themselves, such as generators, may be run through on going
                 on.

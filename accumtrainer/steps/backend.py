@@ -1,4 +1,4 @@
-"""What a window asks of a backend: the one interface that all implement.
+"""What the rest asks of a backend, beside what the window algorithm does.
 
 A backend is a folder beside this file, named as Keras names it, whose
 `backend.py` defines a subclass of `Backend` with the name `THE_BACKEND`;
@@ -185,8 +185,6 @@ class Backend(WindowBackend):
     @abc.abstractmethod
     def constant(self, value: np.ndarray) -> Tensor:
         """Put an array on the device, to be passed again and again."""
-
-    # To compute, inside a function that is compiled.
 
     # Variables, between compiled functions.
 

@@ -213,7 +213,8 @@ class Step:
     ) -> tuple[Compiled, list[tuple], list[Uses]]:
         """Prepare to run micro-batches of a window, one by one.
 
-        What must be known of all of them before the first is found out.
+        Where one must know of all others, what it must know is computed: the
+        denominators of their losses, or the gradients of their embeddings.
 
         Returns:
             Triple: the function, the arguments of each call, and list of
@@ -230,16 +231,16 @@ class Step:
         ]
         totals = self._constant(0.0, "float32")
         if program.needs_totals(is_even):
-            measure = self.function("weights", program.measure_weights)
+            measure = self.function(
+                "denominators", program.measure_denominators
+            )
             self._expect(measure, places, is_even)
             totals = sum(starmap(measure, places))
         cached, used = [None] * len(places), []
         if program.caches_gradients(len(places)):
             embed = self.function("embed", program.embed)
-            differentiate = self.function(
-                "differentiate", program.differentiate
-            )
-            cached, marks = differentiate(list(starmap(embed, places)), count)
+            cache = self.function("cache", program.cache_gradients)
+            cached, marks = cache(list(starmap(embed, places)), count)
             used.append(marks)
         run = functools.partial(program.run_micro_batch, is_even=is_even)
         measures = program.passes.measures_gradients

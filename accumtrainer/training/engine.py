@@ -386,6 +386,8 @@ class Engine:
         if adds_up or window.micro_batches > 1:
             self._check_bare_losses(window)
         report = None
+        # Where a window does not fit, `trying` puts the variables back and
+        # learns of it, and there is no report: it is cut smaller then.
         while report is None:
             window = self._sizing.cut(window)
             with self._sizing.trying(window, self._program.variables) as note:

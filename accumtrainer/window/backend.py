@@ -192,7 +192,8 @@ class WindowBackend(abc.ABC):
     ) -> None:
         """Run one of two functions that change variables.
 
-        The first of them is the one that does much.
+        Both may be run, and what one of them has changed be kept. The first is
+        the one that does much.
         """
 
     @abc.abstractmethod
@@ -204,7 +205,8 @@ class WindowBackend(abc.ABC):
     ) -> list[Tensor]:
         """Return what a function returns, or otherwise what is there.
 
-        Where the predicate does not hold, the function takes no time.
+        Where the predicate does not hold the function takes no time, but on
+        devices that run whatever is recorded.
         """
 
     @abc.abstractmethod

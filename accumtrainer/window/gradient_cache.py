@@ -69,7 +69,7 @@ class GradientCache:
             embeddings = in_float32(self._hooks.embed(batch, info))
         return embeddings, batch._replace(x=None)
 
-    def differentiate(
+    def differentiate_loss(
         self, embeddings: Nest, batch: Batch, info: Info
     ) -> tuple[Tensor, Nest, list[Tensor | None], dict[str, Any]]:
         """Differentiate the loss of a window by its embeddings.
@@ -124,7 +124,7 @@ class GradientCache:
         Args:
             batch: tensors `[m, ...]`, after `on_micro_batch`.
             info: as hooks get it.
-            cotangents: nest of tensors `[m, ...]`, from `differentiate`.
+            cotangents: nest of tensors `[m, ...]`, from `differentiate_loss`.
             loss: of the window, a scalar.
 
         Returns:

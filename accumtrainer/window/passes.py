@@ -301,10 +301,12 @@ class Passes:
         """Weigh a micro-batch's gradients; measure their norm if asked to."""
         if self.weighs_losses:
             return gradients, None
+        # What the gradients have been multiplied by, the loss scale and maybe
+        # the weight, is `scale`; they are to have `weight` alone.
         scale = self._state.loss_scale.value
-        has_weight = self._weight_of_losses(weight, share)
-        if has_weight is not None:
-            weight, scale = has_weight, has_weight * scale
+        weight_of_losses = self._weight_of_losses(weight, share)
+        if weight_of_losses is not None:
+            weight, scale = weight_of_losses, weight_of_losses * scale
         if self._hooks.overrides("on_accumulate"):
             gradients = self.gradients.changed_by(
                 self._hooks.on_accumulate,
@@ -318,7 +320,7 @@ class Passes:
             norm = global_norm(self.gradients.ordinary(used)) / scale
         return self.gradients.times(weight / scale, gradients), norm
 
-    def measure_weights(
+    def measure_denominators(
         self, batch: Batch, index: Tensor, share: Share
     ) -> Tensor:
         """Measure a micro-batch's denominators `(losses,)`, without effect.
@@ -378,7 +380,7 @@ class Passes:
         with self.layers_in_window(index):
             return self._cache.embed(batch, info)
 
-    def differentiate(
+    def cache_gradients(
         self, joined: Nest, micro_batches: Tensor | int, running: RunningSums
     ) -> tuple[Nest, Tensor, list[Tensor | None]]:
         """Differentiate the loss of a window by its embeddings.
@@ -395,7 +397,7 @@ class Passes:
         info = self.info(0, Share.whole(micro_batches))
         info = replace(info, index=None, is_last=None)
         embeddings, batch = joined
-        loss, cotangents, gradients, logs = self._cache.differentiate(
+        loss, cotangents, gradients, logs = self._cache.differentiate_loss(
             embeddings, batch, info
         )
         running.add_logs(logs)
@@ -453,15 +455,15 @@ class Passes:
         )
         return rows, sums, used
 
-    def scan_weights(
+    def scan_denominators(
         self, stacked: Batch, share: Share, begun: Tensor | int = 0
     ) -> Tensor:
-        """Add up the denominators of micro-batches; see `measure_weights`."""
+        """Add up what `measure_denominators` returns for micro-batches."""
 
         def body(
             index: Tensor, batch: Batch, carry: list[Tensor]
         ) -> tuple[Nest, list[Tensor]]:
-            return self.measure_weights(batch, index + begun, share), carry
+            return self.measure_denominators(batch, index + begun, share), carry
 
         measured, _ = self._backend.scan(body, stacked, length(stacked))
         return ops.sum(measured, axis=0)

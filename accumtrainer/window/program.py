@@ -14,6 +14,9 @@ In plain Python, the update of a window is
     else:
         forget the window; lower the loss scale
 
+Where nobody looks at the gradients of a micro-batch, its losses are multiplied
+by the weight in their place, which is the same and takes less time.
+
 Where there is a hook `perturb`, it is given `sums / total_weight` first and
 moves the weights; all else is put back, the loop runs again there, and the
 weights return before `on_apply`.
@@ -255,7 +258,7 @@ class WindowProgram:
             what has been added to them.
         """
         if share.weighing.needs_totals:
-            totals = self.passes.scan_weights(stacked, share)
+            totals = self.passes.scan_denominators(stacked, share)
             share = share._replace(totals=totals)
         sums = self.passes.gradients.no_sums()
         micro_batches, cached, ahead = share.micro_batches, None, []
@@ -263,7 +266,7 @@ class WindowProgram:
             parts = self.passes.scan_embeddings(
                 stacked, share, self.survey.embedding_dtypes
             )
-            cotangents, loss, gradients = self._differentiate(
+            cotangents, loss, gradients = self._cache_gradients(
                 join_rows(parts), micro_batches
             )
             cached = split_rows(cotangents, parts[0]), loss
@@ -311,8 +314,8 @@ class WindowProgram:
             batch: tensors `[m, ...]`.
             index: scalar, int32.
             micro_batches: scalar, int32, k.
-            totals: `(losses,)`, float32, see `measure_weights`.
-            cached: what `differentiate` returns for it, if it was called.
+            totals: `(losses,)`, float32, see `measure_denominators`.
+            cached: what `cache_gradients` returns for it, if it was called.
             is_even: whether all have this one's shape.
 
         Returns:
@@ -327,19 +330,19 @@ class WindowProgram:
         self.variables.accumulate(gradients)
         return numbers, uses(gradients)
 
-    def measure_weights(
+    def measure_denominators(
         self, batch: Batch, index: Tensor, micro_batches: Tensor
     ) -> Tensor:
         """Measure a micro-batch's denominators `(losses,)`, without effect."""
         share = Share.whole(micro_batches)
-        return self.passes.measure_weights(batch, index, share)
+        return self.passes.measure_denominators(batch, index, share)
 
     def embed(self, batch: Batch, index: Tensor, micro_batches: Tensor) -> Nest:
         """Embed one micro-batch ahead; see `Passes.embed`."""
         self.variables.keep_start(is_first=ops.equal(index, 0))
         return self.passes.embed(batch, index, Share.whole(micro_batches))
 
-    def differentiate(
+    def cache_gradients(
         self, parts: list[Nest], micro_batches: Tensor
     ) -> tuple[Sequence[Cached], Uses]:
         """Differentiate the loss of a window by its embeddings.
@@ -354,7 +357,7 @@ class WindowProgram:
             Pair: for each micro-batch what `run_micro_batch` takes, and which
             variables the loss itself uses.
         """
-        cotangents, loss, gradients = self._differentiate(
+        cotangents, loss, gradients = self._cache_gradients(
             join(parts), micro_batches
         )
         self.variables.accumulate(gradients)
@@ -362,11 +365,11 @@ class WindowProgram:
         cached = [(c, loss) for c in split(cotangents, embeddings)]
         return cached, uses(gradients)
 
-    def _differentiate(
+    def _cache_gradients(
         self, joined: tuple[Nest, Batch], micro_batches: Tensor
     ) -> tuple[Nest, Tensor, list[Tensor | None]]:
         self.variables.put_back()
-        return self.passes.differentiate(
+        return self.passes.cache_gradients(
             joined, micro_batches, self.variables.window
         )
 

@@ -279,7 +279,7 @@ class SharedWindow:
         is_first = ops.equal(share.replica, 0)
         for is_copied, batches in enumerate(shares):
             for stacked in batches:
-                added = self._passes.scan_weights(stacked, share, begun)
+                added = self._passes.scan_denominators(stacked, share, begun)
                 if is_copied:
                     added = ops.where(is_first, added, ops.zeros_like(added))
                 totals = totals + added

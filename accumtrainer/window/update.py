@@ -60,7 +60,7 @@ class Update:
         self._gradients = passes.gradients
         self._variables = variables
         self._optimizers = Optimizers(parts, passes.gradients)
-        self._clips = self._optimizers.clips or (
+        self._changes_gradients = self._optimizers.clips or (
             self._hooks.overrides("on_apply")
         )
 
@@ -183,9 +183,9 @@ class Update:
         """Divide, change and clip gradients where that is to be seen here.
 
         Returns:
-            Triple: the gradients, `None` where the sums yet to be divided are
-            what the optimizer is to get; their norm before `on_apply` and
-            clipping; and whether all is finite.
+            Triple: the gradients, `None` if nothing changed them, so that the
+            caller divides the sums where the optimizer reads them; their norm
+            before `on_apply` and clipping; and whether all is finite.
         """
         hooks, backend = self._hooks, self._backend
         # The norm of what is yet to be divided, since dividing where the
@@ -196,7 +196,7 @@ class Update:
             is_finite = ops.logical_and(is_finite, ops.isfinite(divisor))
         gradients: Any = None
         norm_to_clip = norm
-        if self._clips:
+        if self._changes_gradients:
             gradients = _divide(sums, divisor)
         if hooks.overrides("on_apply"):
             with collect_logs(hooks) as logs:

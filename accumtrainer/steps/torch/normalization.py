@@ -2,7 +2,27 @@
 
 Keras writes it out, and PyTorch differentiates what is written: some 25
 operations go through all of the activations. PyTorch's own need eight passes,
-and subtract the mean before they square.
+and subtract the mean before they square. They are put in the place of what is
+recognized here, with means over all axes but one, of n elements each:
+
+    mean = E[x]
+    variance = E[x^2] - mean^2
+    root = rsqrt(variance + epsilon)
+    y = x - mean  # then in place, with a copy for the derivatives between
+    y *= root * gamma
+    y += beta
+
+and of their derivatives by x, gamma and beta, where `c` are the cotangents of
+y and `d = x - mean`:
+
+    by_gamma = root * sum(c * d)
+    by_beta = sum(c)
+    by_variance = -1/2 * root^3 * gamma * sum(c * d)
+    by_mean = sum(-c * root * gamma) - by_variance * 2 * mean
+    by_x = c * root * gamma + by_variance / n * 2 * x + by_mean / n
+
+Elsewhere than on a CPU, in other dtypes than float32 and float64, and of memory
+that is not contiguous, Keras's stay.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,19 +71,19 @@ def normalize(graph: fx.Graph, changed: set[fx.Node]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Forward:
-    """What normalizes.
+    """What normalizes, by the names above.
 
     Args:
-        x: what comes in.
-        mean: of it.
-        variance: of it.
+        x: the activations.
+        mean: their mean.
+        variance: their variance.
         root: one by the standard deviation.
-        gamma: by what is multiplied.
-        beta: what is added.
-        deviation: from the mean, which becomes the result in place.
-        multiply: multiplies it.
-        add: adds to it.
-        saved: a copy of it, if there are derivatives.
+        gamma: the scale.
+        beta: the offset.
+        deviation: `x - mean`, which becomes the result in place.
+        multiply: the operation that multiplies it.
+        add: the one that adds the offset.
+        saved: the copy of the deviation, if there are derivatives.
     """
 
     x: fx.Node
@@ -90,13 +110,13 @@ class _Forward:
 
 @dataclass(frozen=True, slots=True)
 class _Backward:
-    """What its derivatives are computed from, and they.
+    """What the derivatives are computed from, and the derivatives.
 
     Args:
         first: the operation that reads the cotangents first.
         cotangents: of the result.
-        made: those of x, gamma and beta; `None` if they are not needed.
-        others: what is added to that of x, from where else x is read.
+        made: by x, gamma and beta; `None` for those that are not needed.
+        others: what is added to that by x, from where else x is read.
     """
 
     first: fx.Node
