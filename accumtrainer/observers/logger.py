@@ -336,7 +336,11 @@ class _Point:
         return not self._latest
 
     def add(self, window: dict[str, Any]) -> None:
-        """Add the numbers of a window; skipped ones count only among skips."""
+        """Add the numbers of a window.
+
+        Windows that were skipped are averaged only until one is applied, which
+        has their sums forgotten.
+        """
         window = dict(window.items())  # not key by key, as `dict(window)` is
         is_applied, more = window["applied"], window["weight"]
         if is_applied and not self._has_applied:

@@ -98,13 +98,13 @@ class FitLoop:
         self._validated = self._start.validated
         self._clock.start(self._start.seconds)
         upcoming = self._prepare()
-        self._clock.start(self._start.seconds)
+        self._clock.start(self._start.seconds)  # compiling does not count
         with self._interruption.deferred(), self._dispatcher.training():
             self._callback_states = CallbackStates(self._dispatcher.callbacks)
             with contextlib.ExitStack() as at_the_end, self._saved_on_errors():
                 # The model is left current, however training ends.
                 at_the_end.callback(self._engine.write_back)
-                upcoming = self._begun_elsewhere() or upcoming
+                upcoming = self._move_to_callbacks_epoch() or upcoming
                 if not self._start.is_amid_epoch:
                     self._restore()
                 is_complete = True
@@ -112,7 +112,7 @@ class FitLoop:
                     is_complete = self._run_epoch(upcoming)
                     upcoming = self._windows(self._position)
                 if is_complete:
-                    self._rest("end")
+                    self._tell_safe_point("end")
                     self._apply_carried()
                 self._interruption.check()
             trainer.optimizer.finalize_variable_values(
@@ -138,15 +138,15 @@ class FitLoop:
         """Build what the first window needs; return the windows to come."""
         start, is_saved = self._start, self._saved is not None
         has_ended = is_saved and not self._should_begin()
-        groups = iter(()) if has_ended else self._groups(self._position)
-        self._first_items = next(groups, None)
+        coming = iter(()) if has_ended else self._groups(self._position)
+        self._first_items = next(coming, None)
         begun = list(
             self._cut([self._first_items] if self._first_items else [])
         )
         first = begun[0] if begun else self._window_to_see()
         start.micro_batch = first.split()[0]
         if begun and self._options.check_inputs and self._trainer.model.built:
-            # Run eagerly, the preparation computes with these numbers.
+            # Where a model runs eagerly, preparing computes with these numbers.
             self._check(first, self._make_checks(), index=0)
         self._engine.follow_model()
         self._engine.prepare(
@@ -167,9 +167,9 @@ class FitLoop:
         if not is_over:
             for note in self._engine.notes_of_state(first.micro_batches):
                 self._announce(note)
-        return itertools.chain(begun, self._cut(groups))
+        return itertools.chain(begun, self._cut(coming))
 
-    def _begun_elsewhere(self) -> Iterator[Window] | None:
+    def _move_to_callbacks_epoch(self) -> Iterator[Window] | None:
         """Begin at another epoch where a callback wants that.
 
         `BackupAndRestore` says so when training begins, and some of the first
@@ -225,7 +225,7 @@ class FitLoop:
         self._start.restore(self._engine, self._callback_states)
         self._validation_logs = self._start.validation_logs
 
-    def _rest(self, reason: str) -> None:
+    def _tell_safe_point(self, reason: str) -> None:
         """Tell callbacks that everything until here is done."""
         self._is_at_rest = False
         self._dispatcher.call("on_safe_point", reason, {})
@@ -379,7 +379,7 @@ class FitLoop:
         self._dispatcher.last_logs = logs
         position.begin_next_epoch()
         if is_complete:
-            self._rest("epoch")
+            self._tell_safe_point("epoch")
             self._leave_if_interrupted()
         return is_complete
 
@@ -404,7 +404,7 @@ class FitLoop:
             self._agree()
             self._validate_if_due()
             should_stop = self._should_stop()
-            self._rest("stop" if should_stop else "update")
+            self._tell_safe_point("stop" if should_stop else "update")
             self._leave_if_interrupted()
             if should_stop:
                 return False
@@ -424,7 +424,7 @@ class FitLoop:
 
     def _leave_if_interrupted(self) -> None:
         if self._interruption.is_pending:
-            self._rest("interruption")
+            self._tell_safe_point("interruption")
         self._interruption.check()
 
     def _run_window(self, window: Window) -> None:
