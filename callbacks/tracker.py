@@ -125,9 +125,11 @@ class Tracker(Logger):
         self._warn_of_failures(background)
 
     def close(self) -> None:
-        if self._background is not None:
-            self.finish()
-        self._is_resumed = False
+        try:
+            if self._background is not None:
+                self.finish()
+        finally:
+            self._is_resumed = False  # the thread asks until it has ended
 
     def get_state(self) -> dict[str, Any]:
         state = super().get_state()  # may write a point
