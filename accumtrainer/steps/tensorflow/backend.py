@@ -135,6 +135,9 @@ class TensorFlowBackend(Backend):
     def constant(self, value: np.ndarray) -> Tensor:
         return tf.constant(value)
 
+    def write_back(self) -> None:
+        pass  # the Keras variables always are current
+
     def join_ragged(self, arrays: Sequence[np.ndarray]) -> Tensor:
         shapes = np.array([array.shape[1:] for array in arrays])
         differs = (shapes != shapes[0]).any(axis=0)
