@@ -79,6 +79,7 @@ class Replicas:
         function: Callable[[Tensor, Shares], Nest],
         shares: Shares,
         *,
+        known: list[Variable],
         reading: list[Variable],
         moving: list[Variable],
     ) -> Nest:
@@ -90,6 +91,7 @@ class Replicas:
             function: function of the replica's index, a scalar int32, and of
                 its shares.
             shares: tensors, of the replicas of this process; on JAX of all.
+            known: all variables of the program that runs.
             reading: variables it only reads; others that it reads have one
                 value for all replicas.
             moving: variables it may write to.

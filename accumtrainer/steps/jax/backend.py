@@ -88,7 +88,7 @@ class JaxBackend(Backend):
         def pure(
             arrays: list[Tensor], arguments: tuple
         ) -> tuple[Nest, list[Tensor]]:
-            self._traced = self.replicas.traced = holder.variables
+            self._traced = holder.variables
             with scope_of(holder.variables, arrays) as scope:
                 result = function(*arguments)
             return result, values_in(scope, holder.variables)
