@@ -8,7 +8,6 @@ from typing import Any
 from accumtrainer import Every
 from accumtrainer.callbacks.background import Background
 from accumtrainer.callbacks.scalars import as_scalars
-from accumtrainer.callbacks.tools import import_tool
 from accumtrainer.callbacks.tracker import Tracker
 
 MOST_PARAMS = 100
@@ -172,9 +171,14 @@ def import_mlflow() -> Any:
     Raises:
         ImportError: it is not installed; the message names the extra.
     """
-    return import_tool(
-        "mlflow", needs="MLflowLogger needs MLflow", extra="mlflow"
-    )
+    try:
+        import mlflow
+    except ImportError as error:
+        raise ImportError(
+            "MLflowLogger needs MLflow, which is not installed. "
+            "Run: pip install 'accumtrainer[mlflow]'"
+        ) from error
+    return mlflow
 
 
 def _nameable(name: str) -> str:

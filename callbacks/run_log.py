@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from accumtrainer import Every, Logger
+from accumtrainer import Every
 from accumtrainer.callbacks.arguments import require_path
+from accumtrainer.callbacks.warning_logger import WarningLogger
 
 UNWRITABLE = (
     "path must name a file that can be written. Received: path={path!r} "
@@ -21,7 +22,7 @@ FAILED = (
 )
 
 
-class RunLog(Logger):
+class RunLog(WarningLogger):
     """Write every point of a training into a file, one line of JSON each.
 
     A line holds `updates` and the numbers of the point. It is on disk when the

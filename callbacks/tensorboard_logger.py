@@ -6,9 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from accumtrainer import Every, Logger
+from accumtrainer import Every
 from accumtrainer.callbacks.arguments import require_path
 from accumtrainer.callbacks.scalars import as_scalars
+from accumtrainer.callbacks.warning_logger import WarningLogger
 
 UNWRITABLE = (
     "directory must name a folder that can be written to. Received: "
@@ -21,7 +22,7 @@ FAILED = (
 )
 
 
-class TensorBoardLogger(Logger):
+class TensorBoardLogger(WarningLogger):
     """Write every point of a training for TensorBoard.
 
     Each number of a point is a scalar of that name, over updates. Where a

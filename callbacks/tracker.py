@@ -7,9 +7,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from accumtrainer import Every, Logger
+from accumtrainer import Every
 from accumtrainer.callbacks.background import Background
 from accumtrainer.callbacks.description import describe_training
+from accumtrainer.callbacks.warning_logger import WarningLogger
 
 MOST_UNREAD_POINTS = 200
 """Points that may wait with their numbers on the device."""
@@ -29,7 +30,7 @@ UNKNOWN_OPTIONS = (
 )
 
 
-class Tracker(Logger):
+class Tracker(WarningLogger):
     """Feed one run of a tracker, which a second `fit` and a resume continue.
 
     Another Trainer, or one that has been put back, begins another run. The run
@@ -125,9 +126,11 @@ class Tracker(Logger):
         self._warn_of_failures(background)
 
     def close(self) -> None:
-        if self._background is not None:
-            self.finish()
-        self._is_resumed = False
+        try:
+            if self._background is not None:
+                self.finish()
+        finally:
+            self._is_resumed = False  # the thread asks until it has ended
 
     def get_state(self) -> dict[str, Any]:
         state = super().get_state()  # may write a point

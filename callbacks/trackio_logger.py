@@ -6,7 +6,6 @@ from typing import Any
 from accumtrainer import Every, Histogram, Image, Table, Text
 from accumtrainer.callbacks.background import Background
 from accumtrainer.callbacks.scalars import as_scalars
-from accumtrainer.callbacks.tools import import_tool
 from accumtrainer.callbacks.tracker import Tracker
 
 ANOTHER_RUN = (
@@ -162,9 +161,14 @@ def import_trackio() -> Any:
     Raises:
         ImportError: it is not installed; the message names the extra.
     """
-    return import_tool(
-        "trackio", needs="TrackioLogger needs Trackio", extra="trackio"
-    )
+    try:
+        import trackio
+    except ImportError as error:
+        raise ImportError(
+            "TrackioLogger needs Trackio, which is not installed. "
+            "Run: pip install 'accumtrainer[trackio]'"
+        ) from error
+    return trackio
 
 
 def _known_runs(project: str) -> set[str]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from accumtrainer import Every, Logger
+from accumtrainer import Every
 from accumtrainer.callbacks.arguments import require_path
 from accumtrainer.callbacks.curves import Curve
 from accumtrainer.callbacks.training_picture import (
@@ -17,6 +17,7 @@ from accumtrainer.callbacks.training_picture import (
     not_empty,
     write_figure,
 )
+from accumtrainer.callbacks.warning_logger import WarningLogger
 
 DRAWING_SHARE = 0.02
 """Largest part of the time that goes into drawing, before the last one."""
@@ -36,7 +37,7 @@ def is_drawn(name: str) -> bool:
     return name in DRAWN or is_learning_rate(name) or is_validation_loss(name)
 
 
-class TrainingPlot(Logger):
+class TrainingPlot(WarningLogger):
     """Draw losses, learning rate, gradient norm and skips over the updates.
 
     The picture is there from the first drawing on, and always whole: it is

@@ -4,7 +4,6 @@ import html
 from typing import Any
 
 from accumtrainer import Histogram, Image, Table, Text
-from accumtrainer.callbacks.tools import import_tool
 from accumtrainer.callbacks.wandb_rows import import_wandb
 
 
@@ -36,9 +35,13 @@ def _picture(image: Image) -> Any:
 
     It drops every dimension of size 1, a width of one pixel too.
     """
-    pillow = import_tool(
-        "PIL.Image", needs="Images in W&B need Pillow", extra="wandb"
-    )
+    try:
+        import PIL.Image
+    except ImportError as error:
+        raise ImportError(
+            "Images in W&B need Pillow, which is not installed. "
+            "Run: pip install 'accumtrainer[wandb]'"
+        ) from error
     pixels = image.pixels
     is_gray = pixels.shape[-1] == 1
-    return pillow.fromarray(pixels[..., 0] if is_gray else pixels)
+    return PIL.Image.fromarray(pixels[..., 0] if is_gray else pixels)

@@ -4,8 +4,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from accumtrainer.callbacks.tools import import_tool
-
 UPDATES = "updates"
 """The x-axis of every chart."""
 
@@ -30,7 +28,14 @@ def import_wandb() -> Any:
     Raises:
         ImportError: it is not installed; the message names the extra.
     """
-    return import_tool("wandb", needs="WandbLogger needs W&B", extra="wandb")
+    try:
+        import wandb
+    except ImportError as error:
+        raise ImportError(
+            "WandbLogger needs W&B, which is not installed. "
+            "Run: pip install 'accumtrainer[wandb]'"
+        ) from error
+    return wandb
 
 
 class WandbRows:

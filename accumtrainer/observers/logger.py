@@ -87,7 +87,6 @@ class Logger(Callback, abc.ABC):
         # resume is known when its state comes, for the second time.
         self._held: list[tuple[str, Any]] | None = None
         self._awaits_state = False
-        self._has_warned = False
 
     # What a subclass fills in.
 
@@ -158,7 +157,6 @@ class Logger(Callback, abc.ABC):
         self._speed = _Speed()
         self._is_open = self.may_write
         self._held = []
-        self._has_warned = False
         if self._is_open:
             self.open()
 
@@ -298,12 +296,6 @@ class Logger(Callback, abc.ABC):
         for window in windows:
             self._point.add(window)
         self._unread = self._unread[len(windows) :]
-
-    def _warn_once(self, message: str) -> None:
-        """Warn of what is missing, the first time in a training."""
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def _read_point(

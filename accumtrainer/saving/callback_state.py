@@ -1,6 +1,5 @@
 """What a checkpoint keeps of callbacks, those of Keras included."""
 
-import copy
 import hashlib
 from typing import Any
 
@@ -41,7 +40,7 @@ class CallbackStates:
         states = {}
         for key, callback in self._callbacks.items():
             if _has_state(callback):
-                states[key] = copy.deepcopy(callback.get_state())
+                states[key] = _copied(callback.get_state())
             else:
                 states[key] = self._changed(key, callback)
         return {key: state for key, state in states.items() if state}
@@ -60,7 +59,7 @@ class CallbackStates:
             now = _plain_attributes(callback)
             begun = {k: v for k, v in self._begun[key].items() if k in now}
             for name, (_, value) in begun.items():
-                setattr(callback, name, copy.deepcopy(value))
+                setattr(callback, name, _copied(value))
             for name, value in states.get(key, {}).items():
                 setattr(callback, name, value)
 
@@ -112,9 +111,26 @@ def _plain_attributes(callback: Any) -> dict[str, Any]:
         except TypeError:
             continue
         content = {k: (v.shape, _digest(v)) for k, v in arrays.items()}
-        plain[name] = ((written, content), copy.deepcopy(value))
+        plain[name] = ((written, content), _copied(value))
     return plain
 
 
 def _digest(array: np.ndarray) -> bytes:
     return hashlib.blake2b(array.tobytes()).digest()
+
+
+def _copied(value: Any) -> Any:
+    """Copy arrays, and lists, tuples and dicts of them; leave all else.
+
+    A list may be Keras's own, of a model: copied as what it is, it would take
+    the model with it. What cannot be saved is refused where it is written.
+    """
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, dict):
+        return {k: _copied(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_copied(v) for v in value]
+    if type(value) is tuple:
+        return tuple(_copied(v) for v in value)
+    return value

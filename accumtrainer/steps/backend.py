@@ -152,6 +152,7 @@ class Backend(WindowBackend):
         """Prepare a compiled function for arguments of different shapes."""
         del function, calls  # a program has one shape
 
+    @abc.abstractmethod
     def check(self, was_applied: Callable[[], bool]) -> None:
         """Refuse what a window was given, where its programs have noticed.
 
@@ -163,8 +164,6 @@ class Backend(WindowBackend):
         Raises:
             DataError: an index is outside of what it indexes.
         """
-        # PyTorch refuses an index at once; JAX none, nor does Keras on it.
-        return
 
     def compiled_shapes(self) -> dict[str, list[str]]:
         """Tell which shapes XLA has compiled for, while others run without.

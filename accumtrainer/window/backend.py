@@ -79,6 +79,7 @@ class Replicas:
         function: Callable[[Tensor, Shares], Nest],
         shares: Shares,
         *,
+        known: list[Variable],
         reading: list[Variable],
         moving: list[Variable],
     ) -> Nest:
@@ -90,6 +91,7 @@ class Replicas:
             function: function of the replica's index, a scalar int32, and of
                 its shares.
             shares: tensors, of the replicas of this process; on JAX of all.
+            known: all variables of the program that runs.
             reading: variables it only reads; others that it reads have one
                 value for all replicas.
             moving: variables it may write to.
@@ -251,6 +253,6 @@ class WindowBackend(abc.ABC):
     def sum_rows(self, stacked: Tensor) -> Tensor:
         """Add up a float32 tensor, large as it may be, over its first axis."""
 
+    @abc.abstractmethod
     def write_back(self) -> None:
         """Make the Keras variables current, for host code that can look."""
-        return  # they always are

@@ -232,6 +232,7 @@ class SharedWindow:
         return self._backend.replicas.sum(
             function,
             shares,
+            known=self._variables.all_variables,
             reading=[v for v in reading if id(v) not in ids],
             moving=moving,
         )

@@ -362,3 +362,22 @@ def test_point_of_an_epoch_is_remembered_over_a_resume(tmp_path):
 
     assert resume(11) == [10, 11]
     assert resume(24) == [20, 24]
+
+
+def test_names_that_loggers_of_the_package_take_are_free_for_others():
+    class WarnsOnceInItsLife(Points):
+        def __init__(self):
+            super().__init__()
+            self._has_warned = False
+
+        def write(self, updates, numbers):
+            super().write(updates, numbers)
+            self._warn_once(updates, numbers)
+
+        def _warn_once(self, updates, numbers):
+            self.told += [] if self._has_warned else ["warned"]
+            self._has_warned = True
+
+    logger = WarnsOnceInItsLife()
+    fit(logger, trainer=fit(logger))
+    assert logger.told.count("warned") == 1

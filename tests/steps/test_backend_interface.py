@@ -57,3 +57,11 @@ def test_every_verb_of_the_interface_is_typed_and_documented():
         kinds = [p.annotation for p in parameters]
         kinds.append(inspect.signature(verb).return_annotation)
         assert inspect.getdoc(verb) and inspect.Signature.empty not in kinds
+
+
+@pytest.mark.parametrize("name", ["check", "write_back"])
+def test_backend_that_forgets_what_would_do_wrong_in_silence_is_told(name):
+    of_interface = {name: getattr(Backend, name)}
+    forgetful = type("Forgetful", (type(make_backend()),), of_interface)
+    with pytest.raises(TypeError, match=f"abstract method '?{name}"):
+        forgetful(None, run_eagerly=False, compiles_all_shapes=False)

@@ -88,7 +88,7 @@ class JaxBackend(Backend):
         def pure(
             arrays: list[Tensor], arguments: tuple
         ) -> tuple[Nest, list[Tensor]]:
-            self._traced = self.replicas.traced = holder.variables
+            self._traced = holder.variables
             with scope_of(holder.variables, arrays) as scope:
                 result = function(*arguments)
             return result, values_in(scope, holder.variables)
@@ -97,6 +97,9 @@ class JaxBackend(Backend):
             warn = self._warn_of_many_shapes
             return Compiled(pure, holder, self._activate, warn)
         return Eager(pure, holder, self._activate)
+
+    def check(self, was_applied: Callable[[], bool]) -> None:
+        pass  # JAX refuses no index, nor does Keras on it
 
     def memory_limit_bytes(self) -> int | None:
         statistics = [d.memory_stats() for d in jax.local_devices()]

@@ -38,14 +38,12 @@ class JaxReplicas(Replicas):
     Attributes:
         everywhere: sharding of what every replica has a copy of, `None` where
             there is one device.
-        traced: all variables of the program that is being traced.
     """
 
     def __init__(self, distribution: Any = None):
         self._mesh: Any = None
         self._axis: Any = None
         self.everywhere: Any = None
-        self.traced: list[Variable] = []
         if distribution is not None:
             self._mesh = distribution.device_mesh.backend_mesh
             self._axis = distribution.batch_dim_name
@@ -89,16 +87,16 @@ class JaxReplicas(Replicas):
         function: Callable[[Tensor, Shares], Nest],
         shares: Shares,
         *,
+        known: list[Variable],
         reading: list[Variable],
         moving: list[Variable],
     ) -> Nest:
-        del reading, moving  # all variables are known here
-        variables = self.traced
-        current = [v.value for v in variables]
+        del reading, moving  # they are among those known
+        current = [v.value for v in known]
 
         def run(arrays: list[Tensor], shares: Shares) -> Nest:
             replica = jax.lax.axis_index(self._axis).astype("int32")
-            with scope_of(variables, arrays):
+            with scope_of(known, arrays):
                 outcome = function(replica, shares)
             return self._add_up(outcome)
 

@@ -65,8 +65,6 @@ class TensorFlowBackend(Backend):
             None if compiles_all_shapes else XLA_SHAPES, warn_of_many_shapes
         )
         self._indices = Indices(self._xla_shapes.close)
-        # Whether what is being traced, or a replica runs of it, is for XLA.
-        self._jit_compile = False
         # Whether what is being traced is for XLA.
         self._is_for_xla = False
         # What rows that a function is mapped over have found of indices.
@@ -109,7 +107,7 @@ class TensorFlowBackend(Backend):
             jit_compile = jit_compile and not _has_copies(program.all_variables)
 
         def traced(uses_xla: bool, *arguments: Nest) -> Nest:
-            self._jit_compile = self.replicas.jit_compile = uses_xla
+            self.replicas.jit_compile = uses_xla
             self._is_for_xla = uses_xla and not is_outside
             return function(*arguments)
 
@@ -134,6 +132,9 @@ class TensorFlowBackend(Backend):
 
     def constant(self, value: np.ndarray) -> Tensor:
         return tf.constant(value)
+
+    def write_back(self) -> None:
+        pass  # the Keras variables always are current
 
     def join_ragged(self, arrays: Sequence[np.ndarray]) -> Tensor:
         shapes = np.array([array.shape[1:] for array in arrays])
@@ -181,7 +182,7 @@ class TensorFlowBackend(Backend):
         ]
 
     def _look_at_indices(self) -> None:
-        if not self._jit_compile or self.has_accelerator():
+        if not self.replicas.jit_compile or self.has_accelerator():
             return
         graph = tf.constant(0).graph
         if self._found_in_row is None:

@@ -35,7 +35,8 @@ class TensorFlowReplicas(Replicas):
     Attributes:
         moving: list of the Keras variables that loops have to carry, since
             they are no variables while a replica runs.
-        jit_compile: whether XLA compiles what replicas run.
+        jit_compile: whether what is being traced, or a replica runs of it, is
+            for XLA.
     """
 
     def __init__(self, strategy: Any = None):
@@ -124,9 +125,11 @@ class TensorFlowReplicas(Replicas):
         function: Callable[[Tensor, Shares], Nest],
         shares: Shares,
         *,
+        known: list[Variable],
         reading: list[Variable],
         moving: list[Variable],
     ) -> Nest:
+        del known  # others are read where they are
         size = self.count // self.processes
 
         # Traced outside of the strategy, where Keras leaves losses alone; a

@@ -79,10 +79,11 @@ class TorchReplicas(Replicas):
         function: Callable[[Tensor, Shares], Nest],
         shares: Shares,
         *,
+        known: list[Variable],
         reading: list[Variable],
         moving: list[Variable],
     ) -> Nest:
-        del reading  # they are where they always are
+        del known, reading  # they are where they always are
         replica = ops.convert_to_tensor(self._index, "int32")
         values = [variable.value.clone() for variable in moving]
         with Pending(None, zip(moving, values, strict=True)):

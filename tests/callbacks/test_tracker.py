@@ -1,0 +1,46 @@
+"""Claims about what all trackers share, of one that tracks nothing."""
+
+import pytest
+from pointed import fit
+
+from accumtrainer.callbacks.background import Background
+from accumtrainer.callbacks.tracker import Tracker
+
+pytestmark = pytest.mark.usefixtures("without_xla")
+
+
+class Notes(Tracker):
+    """Notes which runs are begun, and may fail to end one."""
+
+    def __init__(self):
+        super().__init__(None, {}, close_secs=60)
+        self.begun = []
+        self.fails = False
+
+    def get_starter(self):
+        return fit  # any function: none of its options is given
+
+    def start(self):
+        self.begun.append(self._run_id)
+        self._run_id = "first"
+        self._background = Background("notes")
+
+    def send_point(self, updates, numbers):
+        self._send(str)
+
+    def finish(self):
+        self._end_thread(str)
+        if self.fails:
+            raise OSError("no answer")
+
+
+def test_training_after_a_resumed_one_that_failed_to_end_is_another_run():
+    notes = Notes()
+    fit(notes)
+    notes.set_state(notes.get_state())
+    notes.fails = True
+    with pytest.raises(OSError, match="no answer"):
+        fit(notes)
+    notes.fails = False
+    fit(notes)
+    assert notes.begun == [None, "first", None]
