@@ -1,6 +1,7 @@
 """What PyTorch must do itself: differentiate, loop, branch, hold state.
 
-Variables are updated in place, operation by operation.
+Functions are recorded once for each set of shapes, and run from what was
+recorded; variables are updated in place.
 """
 
 import contextlib
@@ -162,7 +163,7 @@ class TorchBackend(Backend):
         tensors: Sequence[Tensor] = (),
         keeps_rows: bool = False,
     ) -> tuple[Nest, list[Tensor | None]]:
-        del keeps_rows
+        del keeps_rows  # an embedding's rows are added by `fusions.py`
         values = [*(variable.value for variable in variables), *tensors]
         if self._is_mapping:
             return gradients_of_rows(objective, variables, values)

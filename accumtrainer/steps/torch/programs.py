@@ -1,4 +1,4 @@
-"""Functions that change variables, run by PyTorch operation by operation."""
+"""Functions that change variables, recorded by PyTorch and run again."""
 
 import functools
 import warnings
