@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from accumtrainer import errors, notebook
-from accumtrainer.checks import require_count
 from accumtrainer.data.batches import Window
 from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.types import Variable
@@ -146,7 +145,6 @@ def make_memory_plan(
     """
     rows = []
     for size in sorted(sizes or sizes_of(-(-window.samples // replicas))):
-        require_count("sizes", size, "Leave it out to see a few.")
         cut = window.recut(size * replicas)
         rows.append(
             MemoryRow(

@@ -4,10 +4,11 @@ import contextlib
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from types import NoneType
 from typing import Any, Literal
 
 from accumtrainer import errors
-from accumtrainer.checks import require_number
+from accumtrainer.checks import require_count, require_number
 from accumtrainer.config import Accumulation, Every
 from accumtrainer.data.batches import Window
 from accumtrainer.data.preprocessing import Preprocessing, preprocessing_of
@@ -276,6 +277,11 @@ class Answers(Hooks):
             `MemoryPlan`, whose `rows` have `micro_batch_size`,
             `micro_batches` and `peak_bytes`; printed, it is a short table.
 
+        Raises:
+            TypeError: the sizes are no list of whole numbers, as where `x` and
+                `y` were given as two arguments.
+            ValueError: a size is below 1.
+
         Examples:
             >>> import numpy as np
             >>> from accumtrainer import Trainer
@@ -286,6 +292,14 @@ class Answers(Hooks):
             >>> [row.micro_batch_size for row in plan.rows]
             [1, 2, 4, 8]
         """
+        remedy = "Give x and y as one batch, memory_plan((x, y))."
+        if not isinstance(sizes, (Sequence, NoneType)):
+            raise TypeError(
+                "sizes must be a list of whole numbers. Received: "
+                f"{type(sizes).__name__}. {remedy}"
+            )
+        for size in sizes or ():
+            require_count("sizes", size, remedy)
         self._engine.follow_model()
         data = self._in_one_piece(batch)
         window = data.window()
