@@ -280,6 +280,13 @@ HAND_MADE_LOSS_SCALE_OPTIMIZER = (
     "growth_interval=...))."
 )
 
+OVERRIDDEN_LOSS_SCALING = (
+    "optimizer must not scale the loss itself. Received: {optimizer}, which "
+    "overrides scale_loss. Leave the override out, and use "
+    "Trainer(loss_scale=LossScale(initial=...)) where gradients in float16 "
+    "would vanish."
+)
+
 OPTIMIZER_ACCUMULATES = (
     "optimizer must not accumulate gradients itself, or they would be "
     "accumulated twice. Received: gradient_accumulation_steps={steps}. Make "
@@ -340,4 +347,11 @@ NOT_TRACKED = (
     "nothing saves it and a skipped update does not put it back. Received: a "
     "write to {variable!r}, which is neither the model's nor tracked. Call "
     "self.track(...) on it before training."
+)
+
+UNREAD_RESULTS = (
+    "compute_metrics should return what get_metrics_result returns, which is "
+    "read once per update for the logs. Received: {names} of {model}, from "
+    "compute_metrics alone, which no logs will hold. Let get_metrics_result "
+    "return it, or make it a metric of the model."
 )

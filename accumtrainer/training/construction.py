@@ -235,12 +235,7 @@ def resolve_optimizer(
         steps = getattr(member, "gradient_accumulation_steps", None)
         if steps:
             raise ValueError(errors.OPTIMIZER_ACCUMULATES.format(steps=steps))
-    if getattr(optimizer, "loss_scale_factor", None) is not None:
-        raise ValueError(
-            "optimizer must not scale the loss itself. Received: "
-            f"loss_scale_factor={optimizer.loss_scale_factor}. Make it "
-            "without, and use Trainer(loss_scale=LossScale(initial=...))."
-        )
+    _check_loss_scaling(optimizer)
     for variable in model.trainable_variables:
         if not is_known_to(optimizer, variable):
             raise ValueError(
@@ -248,6 +243,20 @@ def resolve_optimizer(
             )
     check_support(model, optimizer)
     return optimizer, loss_scale
+
+
+def _check_loss_scaling(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that scales the loss, which nobody asks it to."""
+    if getattr(optimizer, "loss_scale_factor", None) is not None:
+        raise ValueError(
+            "optimizer must not scale the loss itself. Received: "
+            f"loss_scale_factor={optimizer.loss_scale_factor}. Make it "
+            "without, and use Trainer(loss_scale=LossScale(initial=...))."
+        )
+    plain = getattr(keras.optimizers.Optimizer, "scale_loss", None)
+    if getattr(type(optimizer), "scale_loss", None) is not plain:
+        name = type(optimizer).__name__
+        raise ValueError(errors.OVERRIDDEN_LOSS_SCALING.format(optimizer=name))
 
 
 def _get(get: Callable[[Any], Any], name: str, value: Any, example: str) -> Any:

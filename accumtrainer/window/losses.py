@@ -212,6 +212,14 @@ class _CountedValues(keras.losses.Loss):
         return copy_mask(self._values, ones)
 
 
+COUPLING_LOSSES = tuple(
+    getattr(keras.losses, name)
+    for name in ("Circle",)
+    if hasattr(keras.losses, name)
+)
+"""Losses of Keras with a value per example, each made of all examples."""
+
+
 def measure(
     loss: Any,
     y_true: Tensor,
@@ -227,8 +235,8 @@ def measure(
         sample_weight: tensor that broadcasts against the values, or `None`.
 
     Returns:
-        `WeightedLoss`; or `BareLoss` where the loss reduced by itself, so that
-        nobody can know its denominator.
+        `WeightedLoss`; or `BareLoss` where the loss reduced by itself or is no
+        sum over examples, so that nobody can know its denominator.
 
     Raises:
         ValueError: the loss has no reduction, or there are no targets.
@@ -242,7 +250,7 @@ def measure(
         raise ValueError(errors.NO_TARGETS.format(loss=loss.name))
     kept = _KeptValues(loss)
     value = kept(y_true, y_pred, _own_weights(sample_weight, y_pred))
-    if len(kept.values.shape) == 0:
+    if len(kept.values.shape) == 0 or isinstance(loss, COUPLING_LOSSES):
         return BareLoss(value, origin)
     if loss.reduction == "sum":
         return WeightedLoss(value, None, is_uniform=True)

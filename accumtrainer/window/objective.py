@@ -1,5 +1,6 @@
 """What a micro-batch is trained or judged on: its losses and its metrics."""
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -117,10 +118,13 @@ class Objective:
 
     def update_metrics(self, batch: Batch, outputs: Nest) -> None:
         """Have the model's metrics judge outputs, if there are any."""
-        if outputs is not None:
-            self._model.compute_metrics(
-                batch.x, batch.y, outputs, sample_weight=batch.sample_weight
-            )
+        if outputs is None:
+            return
+        returned = self._model.compute_metrics(
+            batch.x, batch.y, outputs, sample_weight=batch.sample_weight
+        )
+        if self.expected is None and isinstance(returned, dict):
+            _warn_of_unread(self._model, returned)
 
     def expects_as_many(self, losses: list[WeightedLoss]) -> bool:
         """Whether losses are as many as were expected."""
@@ -155,6 +159,20 @@ class Objective:
                 loss = self._hooks._known_weight(value, batch)
             losses.append(loss)
         return losses
+
+
+def _warn_of_unread(model: Model, returned: dict[str, Any]) -> None:
+    """Tell which values of its `compute_metrics` a model has no other way to.
+
+    Results are read where there is no micro-batch to compute them of.
+    """
+    read = read_metrics(model, leaving_out=[])
+    unread = sorted(map(repr, returned.keys() - read.keys()))
+    if unread:
+        message = errors.UNREAD_RESULTS.format(
+            names=", ".join(unread), model=type(model).__name__
+        )
+        warnings.warn(message, stacklevel=2)
 
 
 def total_loss(

@@ -6,6 +6,7 @@ warning; what is said of them is what a trial has shown.
 
 import numpy as np
 import pytest
+from keras_core_gaps import keras_3_only
 
 from accumtrainer import Accumulation, Trainer, WeightedLoss
 from accumtrainer.callbacks import GradientAccumulation
@@ -122,8 +123,15 @@ class OwnLoss(keras.Model):
         return self.loss_fn(y, y_pred)
 
 
-def train(model, loss="mse", *, by="Trainer", denominator=None, k=4):
+def train(*arguments, **options):
     """Train for an update of batches of 6."""
+    return train_on(Y, *arguments, **options)
+
+
+def train_on(
+    targets, model, loss="mse", *, by="Trainer", denominator=None, k=4
+):
+    """Train for an update of batches of 6, on these targets."""
     if by == "Trainer":
         trainer = Trainer(
             model,
@@ -133,10 +141,10 @@ def train(model, loss="mse", *, by="Trainer", denominator=None, k=4):
             accumulation=k,
             seed=0,
         )
-        return trainer.fit(X, Y, batch_size=6, verbose=0)
+        return trainer.fit(X, targets, batch_size=6, verbose=0)
     model.compile("sgd", loss)
     callback = GradientAccumulation(k, denominator=denominator)
-    return model.fit(X, Y, batch_size=6, callbacks=[callback], verbose=0)
+    return model.fit(X, targets, batch_size=6, callbacks=[callback], verbose=0)
 
 
 def refusal(*arguments, **options):
@@ -313,6 +321,21 @@ def test_output_whose_loss_couples_examples_is_named():
     )
     with pytest.raises(ValueError, match="the loss 'contrastive'"):
         trainer.fit(X, [Y, Y], batch_size=6, verbose=0)
+
+
+@keras_3_only("has no circle loss")
+@by_both
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
+def test_loss_of_keras_with_values_made_of_all_examples_is_refused(
+    reduction, by
+):
+    model, labels = make_model(), np.arange(24) % 2
+    loss = keras.losses.Circle(reduction=reduction)
+    with pytest.raises(ValueError, match="the loss 'circle'") as caught:
+        train_on(labels, model, loss, by=by)
+    assert "couples examples" in str(caught.value)
+    assert "WindowLossTrainer" in str(caught.value)
+    train_on(labels, make_model(), loss, by=by, k=1)
 
 
 def test_too_few_samples_leave_all_remedies_open():

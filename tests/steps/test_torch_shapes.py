@@ -61,6 +61,16 @@ def test_bias_that_is_no_row_is_added_apart(is_2d):
     agrees(lambda t: [t[2] + t[0] @ t[1]], make(*shape), make(4, 3), make(3))
 
 
+@pytest.mark.parametrize("wide", ["product", "bias"])
+def test_bias_of_another_precision_is_added_apart(wide):
+    tensors = make(3, 4), make(4, 5), make(5)
+    widened = [
+        tensor.double() if (tensor.ndim == 2) is (wide == "product") else tensor
+        for tensor in tensors
+    ]
+    agrees(lambda t: [t[0] @ t[1] + t[2]], *widened)
+
+
 def test_product_that_is_read_twice_stays():
     def function(tensors):
         product = tensors[0] @ tensors[1]

@@ -39,6 +39,11 @@ def scaling_optimizer():
     )
 
 
+class ScalesByHand(keras.optimizers.SGD):
+    def scale_loss(self, loss):
+        return 8.0 * loss
+
+
 class HookedLikeATrainer(keras.callbacks.Callback):
     def on_apply(self, gradients, info):
         return gradients
@@ -135,6 +140,14 @@ CONSTRUCTOR = [
         ValueError,
         "optimizer must not scale the loss itself",
         "loss_scale_factor=8.0",
+    ),
+    row(
+        "optimizer-that-overrides-scale-loss",
+        lambda: {"optimizer": ScalesByHand(0.1)},
+        ValueError,
+        "optimizer must not scale the loss itself",
+        "ScalesByHand, which overrides scale_loss",
+        "Trainer(loss_scale=LossScale(initial=",
     ),
     row(
         "one-of-several-optimizers-accumulates",

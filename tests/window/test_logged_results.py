@@ -65,6 +65,52 @@ def test_metric_and_loss_of_one_name_are_both_logged(is_compiled):
     assert results == pytest.approx(expected, rel=1e-5)
 
 
+class DerivingInComputeMetrics(Tracking):
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        results = super().compute_metrics(x, y, y_pred, sample_weight)
+        return results | {"twice": 2.0 * results["mae"]}
+
+
+class DerivingInResults(Tracking):
+    def get_metrics_result(self):
+        results = super().get_metrics_result()
+        return results | {"twice": 2.0 * results["mae"]}
+
+
+def train_own(model_class, is_inside):
+    """Train a model that judges its outputs itself; returns the history."""
+    model = make_model()
+    model = model_class(model.inputs[0], model.outputs[0])
+    options = {"validation_data": (X, Y), "verbose": 0}
+    if is_inside:
+        model.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=False)
+        callbacks = [GradientAccumulation(steps=2)]
+        history = model.fit(X, Y, 4, callbacks=callbacks, **options)
+    else:
+        optimizer = keras.optimizers.SGD(0.01)
+        trainer = Trainer(model, optimizer, "mse", accumulation=TWO, **QUICKEST)
+        history = trainer.fit(X, Y, batch_size=4, **options)
+    return history.history
+
+
+@keras_3_only("asks no get_metrics_result of a model")
+@pytest.mark.parametrize("is_inside", [False, True], ids=["trainer", "fit"])
+def test_values_that_compute_metrics_alone_returns_are_told(is_inside):
+    told = "'twice' of DerivingInComputeMetrics, from compute_metrics alone"
+    with pytest.warns(UserWarning, match=told):
+        history = train_own(DerivingInComputeMetrics, is_inside)
+    assert "twice" not in history and "mae" in history
+
+
+@keras_3_only("asks no get_metrics_result of a model")
+@pytest.mark.parametrize("is_inside", [False, True], ids=["trainer", "fit"])
+def test_values_that_get_metrics_result_returns_are_logged(is_inside):
+    history = train_own(DerivingInResults, is_inside)
+    for name in ("", "val_"):
+        expected = 2.0 * np.array(history[f"{name}mae"])
+        np.testing.assert_allclose(history[f"{name}twice"], expected, rtol=1e-6)
+
+
 class Errors(keras.metrics.Metric):
     """Its result is a dict, and not of scalars alone."""
 

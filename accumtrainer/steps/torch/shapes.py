@@ -227,10 +227,8 @@ def _add(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
     if node.kwargs or not isinstance(bias, fx.Node) or "val" not in bias.meta:
         return node
     shape, is_read_once = _shape(bias), len(product.users) == 1
-    if (
-        _shape(product) != _shape(node)
-        or _value(bias).dtype != _value(node).dtype
-    ):
+    dtypes = {_value(each).dtype for each in (product, bias, node)}
+    if _shape(product) != _shape(node) or len(dtypes) > 1:
         return node
     if product.target is aten.reshape.default:
         product = product.args[0]
