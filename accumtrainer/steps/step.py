@@ -68,7 +68,8 @@ class Step:
             self._perturb(window)
             function, calls, used = self._stream(window, window.split())
             rows, marks = zip(*starmap(function, calls), strict=True)
-            apply = self._apply(window.is_even, join_uses([*used, *marks]))
+            marks = join_uses([*used, *marks])
+            apply = self._apply(marks, is_even=window.is_even)
             packed = apply(self._constant(window.micro_batches))
             report = Report(packed, list(rows))
         self._backend.check(report.was_applied)
@@ -96,7 +97,7 @@ class Step:
             batch: Batch, index: Tensor, count: Tensor
         ) -> tuple[Packed, Uses]:
             _, used = program.run_micro_batch(
-                batch, index, count, None, is_even=True
+                batch, index, count, None, is_even=True, is_open=True
             )
             running = program.running_logs_with(index + 1)
             return self._pack({"running": running}), used
@@ -109,7 +110,8 @@ class Step:
 
     def apply_open(self, micro_batches: int) -> Report:
         """Apply the micro-batches that `add` has run, so many."""
-        apply = self._apply(True, join_uses(self._used))
+        used = join_uses(self._used)
+        apply = self._apply(used, is_even=True, is_open=True)
         report = Report(apply(self._constant(micro_batches)))
         self._backend.check(report.was_applied)
         return report
@@ -155,7 +157,7 @@ class Step:
             function, argument, _ = self._whole(window)
             return function.peak_bytes(argument)
         function, (call,), _ = self._stream(window, window.split()[:1])
-        apply = self._apply(window.is_even, program.all_used)
+        apply = self._apply(program.all_used, is_even=window.is_even)
         return max(
             function.peak_bytes(*call),
             apply.peak_bytes(self._constant(window.micro_batches)),
@@ -193,8 +195,7 @@ class Step:
             rows = outcome.pop("per_micro_batch")
             return self._pack(outcome), rows
 
-        key = "window", program.passes.measures_gradients
-        return self.function(key, run), argument, join
+        return self.function("window", run), argument, join
 
     def _perturb(self, window: Window) -> None:
         """Run a window's micro-batches ahead, if weights move by them."""
@@ -243,8 +244,7 @@ class Step:
             cached, marks = cache(list(starmap(embed, places)), count)
             used.append(marks)
         run = functools.partial(program.run_micro_batch, is_even=is_even)
-        measures = program.passes.measures_gradients
-        function = self.function(("micro_batch", is_even, measures), run)
+        function = self.function(("micro_batch", is_even), run)
         calls = [
             (*place, totals, known)
             for place, known in zip(places, cached, strict=True)
@@ -258,13 +258,19 @@ class Step:
         if not is_even:
             self._backend.expect(function, calls)
 
-    def _apply(self, is_even: bool, used: Uses) -> Compiled:
+    def _apply(
+        self, used: Uses, *, is_even: bool, is_open: bool = False
+    ) -> Compiled:
         """Prepare to apply what micro-batches have added up."""
 
         def run(count: Tensor) -> Packed:
-            return self._pack(self._program.apply(count, is_even, used))
+            return self._pack(
+                self._program.apply(
+                    count, is_even=is_even, is_open=is_open, used=used
+                )
+            )
 
-        return self.function(("apply", is_even, used), run)
+        return self.function(("apply", is_even, is_open, used), run)
 
     def _pack(self, outcome: Outcome) -> Packed:
         self._show(outcome)
@@ -282,7 +288,12 @@ class Step:
         variables = self._program.variables
         if self._revision != variables.revision:
             self._functions, self._revision = {}, variables.revision
-        key = (self._program.survey.signature, variables.kinds_of_epoch, key)
+        key = (
+            self._program.survey.signature,
+            variables.kinds_of_epoch,
+            self._program.passes.measures_gradients,
+            key,
+        )
         if key not in self._functions:
             self._functions[key] = self._backend.compile(
                 function, variables, jit_compile=self._plan.jit_compile

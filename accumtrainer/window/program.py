@@ -181,7 +181,7 @@ class WindowProgram:
 
     def needs_totals(self, is_even: bool) -> bool:
         """Whether `run_micro_batch` wants the window's denominators."""
-        return self._weighing(is_even=is_even).needs_totals
+        return self._weighing(is_even).needs_totals
 
     @property
     def can_stream(self) -> bool:
@@ -190,17 +190,31 @@ class WindowProgram:
         Losses with denominators of their own cannot: what each counts depends
         on the whole window. Nor can those that are divided at once.
         """
-        weighing = self._weighing(is_even=False)
+        weighing = self._weighing(False)
         return weighing.rule != "balance" and not weighing.divides_losses
 
-    def _weighing(self, is_even: bool) -> Weighing:
-        return choose_weighing(
+    def _weighing(
+        self, is_even: bool, micro_batches: Tensor | int | None = None
+    ) -> Weighing:
+        """Choose how a window is weighed.
+
+        Args:
+            is_even: whether its micro-batches have equal shapes.
+            micro_batches: k, an int or a scalar tensor, where it is known
+                before the first of them.
+        """
+        weighing = choose_weighing(
             self.survey.losses,
             combine=self._parts.combine,
             is_even=is_even,
             divides_losses=self.passes.divides_losses,
             per_example=self._parts.per_example,
         )
+        if micro_batches is None or not self.passes.weighs_losses:
+            return weighing
+        if self.caches_gradients(micro_batches):
+            return weighing
+        return weighing.divide_first(micro_batches)
 
     # A whole window in one call.
 
@@ -213,11 +227,7 @@ class WindowProgram:
             stacked: tensors `[k, m, ...]`.
         """
         micro_batches = length(stacked)
-        weighing = self._weighing(is_even=True)
-        if self.passes.weighs_losses and (
-            not self.caches_gradients(micro_batches)
-        ):
-            weighing = weighing.divide_first(micro_batches)
+        weighing = self._weighing(True, micro_batches)
         share = Share.whole(micro_batches, weighing)
         self.variables.keep_start()
         with self.variables.begun_empty():
@@ -289,7 +299,7 @@ class WindowProgram:
             it, see `join_parts`.
         """
         share, is_even = share_of(shares, self._backend.replicas.count)
-        weighing = self._weighing(is_even=is_even)
+        weighing = self._weighing(is_even, share.total)
         share = share._replace(weighing=weighing)
         self.variables.keep_start()
         outcome = self._run_and_apply(self._shared.run, shares, share)
@@ -307,6 +317,7 @@ class WindowProgram:
         cached: Cached = None,
         *,
         is_even: bool,
+        is_open: bool = False,
     ) -> tuple[Tensor, Uses]:
         """Consume one micro-batch of a window.
 
@@ -317,13 +328,17 @@ class WindowProgram:
             totals: `(losses,)`, float32, see `measure_denominators`.
             cached: what `cache_gradients` returns for it, if it was called.
             is_even: whether all have this one's shape.
+            is_open: whether there may be less than k in the end.
 
         Returns:
             Pair: packed numbers, see `Passes.run`, and which variables it
             uses.
         """
         self.variables.keep_start(is_first=ops.equal(index, 0))
-        share = Share.whole(micro_batches, self._weighing(is_even), totals)
+        known = None if is_open else micro_batches
+        share = Share.whole(
+            micro_batches, self._weighing(is_even, known), totals
+        )
         numbers, gradients = self.passes.run(
             batch, index, share, self.variables.window, cached
         )
@@ -384,7 +399,9 @@ class WindowProgram:
         """
         variables = self.variables
         before = self._update.perturb(
-            micro_batches, self._weighing(is_even), variables.accumulated
+            micro_batches,
+            self._weighing(is_even, micro_batches),
+            variables.accumulated,
         )
         for kept, value in zip(variables.weights_before, before, strict=True):
             kept.assign(value)
@@ -396,19 +413,25 @@ class WindowProgram:
             self.variables.move_weights_back([v.value for v in kept])
 
     def apply(
-        self, micro_batches: Tensor, is_even: bool, used: Uses
+        self,
+        micro_batches: Tensor,
+        *,
+        is_even: bool,
+        is_open: bool = False,
+        used: Uses,
     ) -> Outcome:
         """Apply what `run_micro_batch` has accumulated.
 
         Args:
-            micro_batches: scalar, int32, k.
+            micro_batches: scalar, int32, how many it has run.
             is_even: as given to `run_micro_batch`.
+            is_open: as given to `run_micro_batch`.
             used: by all of them.
         """
         self._move_weights_back()
         report = self._update.apply(
             micro_batches,
-            self._weighing(is_even),
+            self._weighing(is_even, None if is_open else micro_batches),
             self.variables.accumulated,
             used,
         )
@@ -425,7 +448,7 @@ class WindowProgram:
         self._move_weights_back()
         taken = self._update.take_gradients(
             micro_batches,
-            self._weighing(is_even),
+            self._weighing(is_even, micro_batches),
             self.variables.accumulated,
         )
         self.variables.clear_sums()

@@ -1,0 +1,102 @@
+"""Gradients of the user's own that are no multiple of what comes back.
+
+Where micro-batches are alike, all that is differentiated is as large as in the
+big batch, however the window runs.
+"""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from accumtrainer import Accumulation, Trainer
+
+LIMIT = 0.02
+
+
+@ops.custom_gradient
+def clipped(x):
+    def grad(*args, upstream=None):
+        (upstream,) = args if upstream is None else (upstream,)
+        return ops.clip(upstream, -LIMIT, LIMIT)
+
+    return x, grad
+
+
+class Clipped(layers.Layer):
+    def call(self, x):
+        return clipped(x)
+
+
+def make_model(is_convolved):
+    keras.utils.set_random_seed(0)
+    first = layers.Conv2D(3, 2) if is_convolved else layers.Dense(3)
+    return keras.Sequential(
+        [
+            keras.Input([3, 3, 2]),
+            first,
+            layers.Flatten(),
+            Clipped(),
+            layers.Dense(2),
+        ]
+    )
+
+
+def make_data(samples):
+    rng = np.random.default_rng(0)
+    return (
+        rng.standard_normal([samples, 3, 3, 2], dtype="float32"),
+        rng.standard_normal([samples, 2], dtype="float32"),
+    )
+
+
+def train_by_keras(is_convolved, x, y, batch_size):
+    model = make_model(is_convolved)
+    before = model.get_weights()
+    model.compile(keras.optimizers.SGD(0.3), "mse")
+    model.fit(x, y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
+    largest = max(np.abs(w).max() for w in before)
+    assert np.abs(before[0] - model.get_weights()[0]).max() > 1e-3 * largest
+    return model.get_weights()
+
+
+@pytest.mark.parametrize("is_convolved", [False, True], ids=["dense", "conv"])
+@pytest.mark.parametrize("micro_batch_size", [2, 4, 8])
+def test_clipping_gradient_sees_those_of_the_big_batch(
+    is_convolved, micro_batch_size
+):
+    x, y = make_data(16)
+    model = make_model(is_convolved)
+    trainer = Trainer(
+        model,
+        optimizer=keras.optimizers.SGD(0.3),
+        loss="mse",
+        accumulation=Accumulation(micro_batch_size=micro_batch_size),
+    )
+    trainer.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    expected = train_by_keras(is_convolved, x, y, 8)
+    if is_convolved and keras.backend.backend() != "tensorflow":
+        assert trainer.plan.name == "streamed"
+    for ours, theirs in zip(model.get_weights(), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+def test_tail_of_fewer_micro_batches_too():
+    x, y = make_data(12)
+    model = make_model(True)
+    trainer = Trainer(
+        model,
+        optimizer=keras.optimizers.SGD(0.3),
+        loss="mse",
+        accumulation=Accumulation(steps=4),
+    )
+    trainer.fit(x, y, batch_size=2, epochs=2, shuffle=False, verbose=0)
+    alone = make_model(True)
+    alone.compile(keras.optimizers.SGD(0.3), "mse")
+    for _ in range(2):
+        alone.train_on_batch(x[:8], y[:8])
+        alone.train_on_batch(x[8:], y[8:])
+    for ours, theirs in zip(
+        model.get_weights(), alone.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
