@@ -147,15 +147,6 @@ def test_window_is_cut_anew():
 # --- In a Trainer. ---
 
 
-@pytest.mark.parametrize(
-    "sizes, error", [(None, TypeError), ([0], ValueError), ([1.5], TypeError)]
-)
-def test_sizes_that_are_none_are_refused_by_name(data, sizes, error):
-    sizes = data[1] if sizes is None else sizes  # as `fit` takes it
-    with pytest.raises(error, match=r"sizes.*memory_plan\(\(x, y\)\)"):
-        make_trainer(1).memory_plan(data[0], sizes)
-
-
 def test_table_grows_with_the_size_and_changes_nothing(data):
     trainer = make_trainer(1)
     before = [v.copy() for v in everything(trainer)[:6]]

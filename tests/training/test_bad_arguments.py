@@ -444,3 +444,12 @@ def test_subclass_method_nobody_calls_is_refused(name, replacement):
 def test_subclass_may_define_methods_of_its_own():
     cls = type("MyTrainer", (Trainer,), {"augment": lambda self, x: x})
     cls(make_model())
+
+
+@pytest.mark.parametrize(
+    "sizes, error", [(Y, TypeError), ([0], ValueError), ([1.5], TypeError)]
+)
+def test_sizes_of_a_memory_plan_that_are_none_are_refused(sizes, error):
+    trainer = Trainer(make_model(), optimizer="sgd", loss="mse")
+    with pytest.raises(error, match=r"sizes.*memory_plan\(\(x, y\)\)"):
+        trainer.memory_plan(X, sizes)
