@@ -17,6 +17,7 @@ from accumtrainer.window.gradients import Uses, join_uses
 from accumtrainer.window.program import Outcome, WindowProgram
 from accumtrainer.window.replicas import join_parts, share_out
 from accumtrainer.window.survey import kind_of
+from accumtrainer.window.weighing import NOT_WEIGHED, Weighing
 
 
 class Step:
@@ -51,7 +52,9 @@ class Step:
         )
         self._functions: dict[Hashable, Compiled] = {}
         self._revision = program.variables.revision
-        self._used: list[Uses] = []  # by each micro-batch of the open window
+        # Of the open window: how it is weighed, and what each micro-batch uses.
+        self._open: Weighing = NOT_WEIGHED
+        self._used: list[Uses] = []
 
     def run(self, window: Window) -> Report:
         """Run one window.
@@ -69,7 +72,7 @@ class Step:
             function, calls, used = self._stream(window, window.split())
             rows, marks = zip(*starmap(function, calls), strict=True)
             marks = join_uses([*used, *marks])
-            apply = self._apply(marks, is_even=window.is_even)
+            apply = self._apply(self._weighing(window), marks)
             packed = apply(self._constant(window.micro_batches))
             report = Report(packed, list(rows))
         self._backend.check(report.was_applied)
@@ -92,17 +95,19 @@ class Step:
         """
         program = self._program
         program.variables.note_kind()
+        # There may be less than k in the end.
+        weighing = self._open = program.weighing(is_even=True)
 
         def run(
             batch: Batch, index: Tensor, count: Tensor
         ) -> tuple[Packed, Uses]:
             _, used = program.run_micro_batch(
-                batch, index, count, None, is_even=True, is_open=True
+                batch, index, count, None, weighing=weighing
             )
             running = program.running_logs_with(index + 1)
             return self._pack({"running": running}), used
 
-        add = self.function("add", run)
+        add = self.function(("add", weighing), run)
         count = self._constant(micro_batches)
         packed, used = add(batch, self._constant(index), count)
         self._used = [*self._used, used] if index else [used]
@@ -110,8 +115,7 @@ class Step:
 
     def apply_open(self, micro_batches: int) -> Report:
         """Apply the micro-batches that `add` has run, so many."""
-        used = join_uses(self._used)
-        apply = self._apply(used, is_even=True, is_open=True)
+        apply = self._apply(self._open, join_uses(self._used))
         report = Report(apply(self._constant(micro_batches)))
         self._backend.check(report.was_applied)
         return report
@@ -133,9 +137,11 @@ class Step:
         self._perturb(window)
         function, calls, _ = self._stream(window, window.split())
         rows = [function(*call)[0] for call in calls]
-        is_even = window.is_even
-        take = functools.partial(self._program.take_gradients, is_even=is_even)
-        compiled = self.function(("take", is_even), take)
+        weighing = self._weighing(window)
+        take = functools.partial(
+            self._program.take_gradients, weighing=weighing
+        )
+        compiled = self.function(("take", weighing), take)
         loss, gradients = compiled(self._constant(window.micro_batches))
         self._backend.check(lambda: False)
         return loss, gradients, rows
@@ -157,7 +163,7 @@ class Step:
             function, argument, _ = self._whole(window)
             return function.peak_bytes(argument)
         function, (call,), _ = self._stream(window, window.split()[:1])
-        apply = self._apply(program.all_used, is_even=window.is_even)
+        apply = self._apply(self._weighing(window), program.all_used)
         return max(
             function.peak_bytes(*call),
             apply.peak_bytes(self._constant(window.micro_batches)),
@@ -199,14 +205,14 @@ class Step:
 
     def _perturb(self, window: Window) -> None:
         """Run a window's micro-batches ahead, if weights move by them."""
-        program, is_even = self._program, window.is_even
+        program, weighing = self._program, self._weighing(window)
         if not program.passes.perturbs:
             return
         function, calls, _ = self._stream(window, window.split())
         for call in calls:
             function(*call)
-        move = functools.partial(program.perturb, is_even=is_even)
-        compiled = self.function(("perturb", is_even), move)
+        move = functools.partial(program.perturb, weighing=weighing)
+        compiled = self.function(("perturb", weighing), move)
         compiled(self._constant(window.micro_batches))
 
     def _stream(
@@ -221,7 +227,7 @@ class Step:
             Triple: the function, the arguments of each call, and list of
             which variables have been used by now.
         """
-        program, is_even = self._program, window.is_even
+        program, weighing = self._program, self._weighing(window)
         program.variables.make_accumulators()
         if program.passes.perturbs:
             program.variables.make_weights_before()
@@ -231,11 +237,11 @@ class Step:
             for index, batch in enumerate(batches)
         ]
         totals = self._constant(0.0, "float32")
-        if program.needs_totals(is_even):
+        if weighing.needs_totals:
             measure = self.function(
                 "denominators", program.measure_denominators
             )
-            self._expect(measure, places, is_even)
+            self._expect(measure, places, window)
             totals = sum(starmap(measure, places))
         cached, used = [None] * len(places), []
         if program.caches_gradients(len(places)):
@@ -243,34 +249,35 @@ class Step:
             cache = self.function("cache", program.cache_gradients)
             cached, marks = cache(list(starmap(embed, places)), count)
             used.append(marks)
-        run = functools.partial(program.run_micro_batch, is_even=is_even)
-        function = self.function(("micro_batch", is_even), run)
+        run = functools.partial(program.run_micro_batch, weighing=weighing)
+        function = self.function(("micro_batch", weighing), run)
         calls = [
             (*place, totals, known)
             for place, known in zip(places, cached, strict=True)
         ]
-        self._expect(function, calls, is_even)
+        self._expect(function, calls, window)
         return function, calls, used
 
+    def _weighing(self, window: Window) -> Weighing:
+        return self._program.weighing(
+            is_even=window.is_even, micro_batches=window.micro_batches
+        )
+
     def _expect(
-        self, function: Compiled, calls: Sequence[tuple], is_even: bool
+        self, function: Compiled, calls: Sequence[tuple], window: Window
     ) -> None:
-        if not is_even:
+        if not window.is_even:
             self._backend.expect(function, calls)
 
-    def _apply(
-        self, used: Uses, *, is_even: bool, is_open: bool = False
-    ) -> Compiled:
+    def _apply(self, weighing: Weighing, used: Uses) -> Compiled:
         """Prepare to apply what micro-batches have added up."""
 
         def run(count: Tensor) -> Packed:
             return self._pack(
-                self._program.apply(
-                    count, is_even=is_even, is_open=is_open, used=used
-                )
+                self._program.apply(count, weighing=weighing, used=used)
             )
 
-        return self.function(("apply", is_even, is_open, used), run)
+        return self.function(("apply", weighing, used), run)
 
     def _pack(self, outcome: Outcome) -> Packed:
         self._show(outcome)

@@ -179,10 +179,6 @@ class WindowProgram:
         is_one = isinstance(micro_batches, int) and micro_batches == 1
         return self.passes.caches_gradients and not is_one
 
-    def needs_totals(self, is_even: bool) -> bool:
-        """Whether `run_micro_batch` wants the window's denominators."""
-        return self._weighing(is_even).needs_totals
-
     @property
     def can_stream(self) -> bool:
         """Whether micro-batches can run before their window is known.
@@ -190,16 +186,16 @@ class WindowProgram:
         Losses with denominators of their own cannot: what each counts depends
         on the whole window. Nor can those that are divided at once.
         """
-        weighing = self._weighing(False)
+        weighing = self.weighing(is_even=False)
         return weighing.rule != "balance" and not weighing.divides_losses
 
-    def _weighing(
-        self, is_even: bool, micro_batches: Tensor | int | None = None
+    def weighing(
+        self, *, is_even: bool, micro_batches: Tensor | int | None = None
     ) -> Weighing:
-        """Choose how a window is weighed.
+        """Choose how a window is weighed whose micro-batches are surveyed.
 
         Args:
-            is_even: whether its micro-batches have equal shapes.
+            is_even: whether they have equal shapes.
             micro_batches: k, an int or a scalar tensor, where it is known
                 before the first of them.
         """
@@ -227,7 +223,7 @@ class WindowProgram:
             stacked: tensors `[k, m, ...]`.
         """
         micro_batches = length(stacked)
-        weighing = self._weighing(True, micro_batches)
+        weighing = self.weighing(is_even=True, micro_batches=micro_batches)
         share = Share.whole(micro_batches, weighing)
         self.variables.keep_start()
         with self.variables.begun_empty():
@@ -299,7 +295,7 @@ class WindowProgram:
             it, see `join_parts`.
         """
         share, is_even = share_of(shares, self._backend.replicas.count)
-        weighing = self._weighing(is_even, share.total)
+        weighing = self.weighing(is_even=is_even, micro_batches=share.total)
         share = share._replace(weighing=weighing)
         self.variables.keep_start()
         outcome = self._run_and_apply(self._shared.run, shares, share)
@@ -316,8 +312,7 @@ class WindowProgram:
         totals: Tensor,
         cached: Cached = None,
         *,
-        is_even: bool,
-        is_open: bool = False,
+        weighing: Weighing,
     ) -> tuple[Tensor, Uses]:
         """Consume one micro-batch of a window.
 
@@ -327,18 +322,14 @@ class WindowProgram:
             micro_batches: scalar, int32, k.
             totals: `(losses,)`, float32, see `measure_denominators`.
             cached: what `cache_gradients` returns for it, if it was called.
-            is_even: whether all have this one's shape.
-            is_open: whether there may be less than k in the end.
+            weighing: of the window.
 
         Returns:
             Pair: packed numbers, see `Passes.run`, and which variables it
             uses.
         """
         self.variables.keep_start(is_first=ops.equal(index, 0))
-        known = None if is_open else micro_batches
-        share = Share.whole(
-            micro_batches, self._weighing(is_even, known), totals
-        )
+        share = Share.whole(micro_batches, weighing, totals)
         numbers, gradients = self.passes.run(
             batch, index, share, self.variables.window, cached
         )
@@ -388,20 +379,18 @@ class WindowProgram:
             joined, micro_batches, self.variables.window
         )
 
-    def perturb(self, micro_batches: Tensor, *, is_even: bool) -> None:
+    def perturb(self, micro_batches: Tensor, *, weighing: Weighing) -> None:
         """Move the weights to where the window is to run again.
 
         What must keep them meanwhile has been made.
 
         Args:
             micro_batches: scalar, int32, k.
-            is_even: as given to `run_micro_batch`.
+            weighing: of the window.
         """
         variables = self.variables
         before = self._update.perturb(
-            micro_batches,
-            self._weighing(is_even, micro_batches),
-            variables.accumulated,
+            micro_batches, weighing, variables.accumulated
         )
         for kept, value in zip(variables.weights_before, before, strict=True):
             kept.assign(value)
@@ -413,25 +402,19 @@ class WindowProgram:
             self.variables.move_weights_back([v.value for v in kept])
 
     def apply(
-        self,
-        micro_batches: Tensor,
-        *,
-        is_even: bool,
-        is_open: bool = False,
-        used: Uses,
+        self, micro_batches: Tensor, *, weighing: Weighing, used: Uses
     ) -> Outcome:
         """Apply what `run_micro_batch` has accumulated.
 
         Args:
             micro_batches: scalar, int32, how many it has run.
-            is_even: as given to `run_micro_batch`.
-            is_open: as given to `run_micro_batch`.
+            weighing: of the window.
             used: by all of them.
         """
         self._move_weights_back()
         report = self._update.apply(
             micro_batches,
-            self._weighing(is_even, None if is_open else micro_batches),
+            weighing,
             self.variables.accumulated,
             used,
         )
@@ -439,7 +422,7 @@ class WindowProgram:
         return report
 
     def take_gradients(
-        self, micro_batches: Tensor, *, is_even: bool
+        self, micro_batches: Tensor, *, weighing: Weighing
     ) -> tuple[Tensor, list[Tensor]]:
         """Average what `run_micro_batch` has accumulated, and apply nothing.
 
@@ -447,9 +430,7 @@ class WindowProgram:
         """
         self._move_weights_back()
         taken = self._update.take_gradients(
-            micro_batches,
-            self._weighing(is_even, micro_batches),
-            self.variables.accumulated,
+            micro_batches, weighing, self.variables.accumulated
         )
         self.variables.clear_sums()
         return taken
