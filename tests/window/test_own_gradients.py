@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
+from replicated import distributed
 
 from accumtrainer import Accumulation, Trainer
 
@@ -99,4 +100,21 @@ def test_tail_of_fewer_micro_batches_too():
     for ours, theirs in zip(
         model.get_weights(), alone.get_weights(), strict=True
     ):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+def test_replicas_too():
+    x, y = make_data(16)
+    with distributed(2):
+        model = make_model(False)
+        trainer = Trainer(
+            model,
+            optimizer=keras.optimizers.SGD(0.3),
+            loss="mse",
+            accumulation=Accumulation(micro_batch_size=2),
+        )
+        trainer.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    assert trainer.replicas == 2
+    expected = train_by_keras(False, x, y, 8)
+    for ours, theirs in zip(model.get_weights(), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
