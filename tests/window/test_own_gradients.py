@@ -51,14 +51,32 @@ def make_data(samples):
     )
 
 
-def train_by_keras(is_convolved, x, y, batch_size):
+def make_trainer(is_convolved, **accumulation):
+    return Trainer(
+        make_model(is_convolved),
+        optimizer=keras.optimizers.SGD(0.3),
+        loss="mse",
+        accumulation=Accumulation(**accumulation),
+    )
+
+
+def assert_same_as_keras(trainer, is_convolved, *batches):
+    """Compare with two epochs of big batches `(x, y)`."""
     model = make_model(is_convolved)
     before = model.get_weights()
     model.compile(keras.optimizers.SGD(0.3), "mse")
-    model.fit(x, y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
-    largest = max(np.abs(w).max() for w in before)
-    assert np.abs(before[0] - model.get_weights()[0]).max() > 1e-3 * largest
-    return model.get_weights()
+    for _ in range(2):
+        for batch in batches:
+            model.train_on_batch(*batch)
+    assert np.abs(before[0] - model.get_weights()[0]).max() > 1e-3
+    for ours, theirs in zip(
+        trainer.model.get_weights(), model.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+def halves(x, y):
+    return (x[:8], y[:8]), (x[8:], y[8:])
 
 
 @pytest.mark.parametrize("is_convolved", [False, True], ids=["dense", "conv"])
@@ -67,54 +85,24 @@ def test_clipping_gradient_sees_those_of_the_big_batch(
     is_convolved, micro_batch_size
 ):
     x, y = make_data(16)
-    model = make_model(is_convolved)
-    trainer = Trainer(
-        model,
-        optimizer=keras.optimizers.SGD(0.3),
-        loss="mse",
-        accumulation=Accumulation(micro_batch_size=micro_batch_size),
-    )
+    trainer = make_trainer(is_convolved, micro_batch_size=micro_batch_size)
     trainer.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
-    expected = train_by_keras(is_convolved, x, y, 8)
     if is_convolved and keras.backend.backend() != "tensorflow":
         assert trainer.plan.name == "streamed"
-    for ours, theirs in zip(model.get_weights(), expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    assert_same_as_keras(trainer, is_convolved, *halves(x, y))
 
 
 def test_tail_of_fewer_micro_batches_too():
     x, y = make_data(12)
-    model = make_model(True)
-    trainer = Trainer(
-        model,
-        optimizer=keras.optimizers.SGD(0.3),
-        loss="mse",
-        accumulation=Accumulation(steps=4),
-    )
+    trainer = make_trainer(True, steps=4)
     trainer.fit(x, y, batch_size=2, epochs=2, shuffle=False, verbose=0)
-    alone = make_model(True)
-    alone.compile(keras.optimizers.SGD(0.3), "mse")
-    for _ in range(2):
-        alone.train_on_batch(x[:8], y[:8])
-        alone.train_on_batch(x[8:], y[8:])
-    for ours, theirs in zip(
-        model.get_weights(), alone.get_weights(), strict=True
-    ):
-        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    assert_same_as_keras(trainer, True, *halves(x, y))
 
 
 def test_replicas_too():
     x, y = make_data(16)
     with distributed(2):
-        model = make_model(False)
-        trainer = Trainer(
-            model,
-            optimizer=keras.optimizers.SGD(0.3),
-            loss="mse",
-            accumulation=Accumulation(micro_batch_size=2),
-        )
+        trainer = make_trainer(False, micro_batch_size=2)
         trainer.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
     assert trainer.replicas == 2
-    expected = train_by_keras(False, x, y, 8)
-    for ours, theirs in zip(model.get_weights(), expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    assert_same_as_keras(trainer, False, *halves(x, y))
