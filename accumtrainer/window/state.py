@@ -28,10 +28,10 @@ of others come near each other, or near a multiple of 2**32.
 """
 
 EXAMPLE_DISTANCE = 0x6C078965
-"""How far those of neighbouring examples are that run at once."""
+"""How far the seeds of neighbouring examples are that run at once."""
 
 REPLICA_DISTANCE = 0x780F8225
-"""How far those of neighbouring replicas are."""
+"""How far the seeds of neighbouring replicas are from each other."""
 
 PERTURB_DISTANCE = 0x2545F491
 """How far what `perturb` draws from is from a micro-batch's stream."""

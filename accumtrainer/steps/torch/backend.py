@@ -96,16 +96,16 @@ class TorchBackend(Backend):
         self, function: Callable[[Batch], Nest], batch: Batch
     ) -> set[str]:
         buffers = _unchanged_buffers(self._model)
+        known = [] if self._model is None else self._model.variables
         with (
             torch.no_grad(),
             torch.random.fork_rng(),
             buffers,
-            Trial() as trial,
+            Trial(known) as trial,
             self._modules.computing(is_trial=True),
         ):
             function(tree.map_structure(_to_tensor, batch))
-            known = [] if self._model is None else self._model.variables
-            self._orders.update(trial.kernels.orders(known))
+            self._orders.update(trial.kernels.orders())
             for variable in trial.changed(known):
                 # Whoever asks what was assigned is to hear of it.
                 variable.assign(variable.value.clone())

@@ -30,17 +30,29 @@ Order = tuple[int, ...]
 
 
 class Kernels:
-    """What convolutions read while a function runs."""
+    """Which variables convolutions read while a function runs.
 
-    def __init__(self) -> None:
+    Args:
+        variables: that may be kernels.
+    """
+
+    def __init__(self, variables: Iterable[Variable]):
+        self._values = {_memory(v.value): v.value for v in variables}
         self._read: list[tuple[Tensor, Tensor]] = []
         self._copied: dict[int, tuple[Tensor, Tensor]] = {}
 
+    def _is_known(self, tensor: Tensor) -> bool:
+        if tensor.layout != torch.strided:
+            return False  # it has no single memory
+        memory = _memory(tensor)
+        return memory in self._values or memory in self._copied
+
     def watch(self, function: Any, args: Sequence[Any], result: Any) -> None:
         """Look at an operation that has run."""
-        if function in COPIES:
+        # Of activations nothing is kept, as they would stay in memory.
+        if function in COPIES and self._is_known(args[0]):
             self._copied[_memory(result)] = args[0], result
-        elif function is aten.convolution.default:
+        elif function is aten.convolution.default and self._is_known(args[1]):
             image, kernel = args[:2]
             layout = CHANNELS_LAST.get(image.dim(), torch.contiguous_format)
             if not image.is_contiguous(memory_format=layout):
@@ -51,22 +63,20 @@ class Kernels:
             )
             self._read.append((kernel, wanted))
 
-    def orders(self, variables: Iterable[Variable]) -> dict[torch.Size, Order]:
+    def orders(self) -> dict[torch.Size, Order]:
         """Say in which order the variables of those shapes had best lie."""
-        values = {_memory(v.value): v.value for v in variables}
         orders: dict[torch.Size, Order] = {}
         for kernel, wanted in self._read:
             source, copy = self._copied.get(_memory(kernel), (kernel, kernel))
             if copy.stride() == kernel.stride():
                 kernel = source
             memory = _memory(kernel)
-            while memory in self._copied and memory not in values:  # cast
+            while memory not in self._values:  # but a cast of it
                 memory = _memory(self._copied[memory][0])
-            if memory in values:
-                value = values[memory]
-                order = _order(value, kernel, wanted)
-                if order is not None:
-                    orders[value.shape] = order
+            value = self._values[memory]
+            order = _order(value, kernel, wanted)
+            if order is not None:
+                orders[value.shape] = order
         return orders
 
 

@@ -20,15 +20,18 @@ class Trial(_python_dispatch.TorchDispatchMode):
     What is changed in place, the memory of a variable or an array of the
     user's, is copied first, and put back at the end.
 
+    Args:
+        variables: that convolutions may read.
+
     Attributes:
         operations: the names of those that were run.
-        kernels: what convolutions have read.
+        kernels: which of them convolutions have read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, variables: Iterable[Variable]):
         super().__init__()
         self.operations: set[str] = set()
-        self.kernels = Kernels()
+        self.kernels = Kernels(variables)
         self._made: set[int] = set()
         self._kept: dict[int, tuple[Any, Any]] = {}
 
