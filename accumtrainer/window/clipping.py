@@ -161,10 +161,9 @@ def finite_norm(
         return norm, ops.isfinite(norm)
 
     def look_again() -> list[Tensor]:
-        finite = [ops.all(ops.isfinite(gradient)) for gradient in gradients]
-        is_finite = ops.all(ops.stack(finite))
-        again = global_norm([SHRINK * g for g in gradients]) / SHRINK
-        return [ops.where(is_finite, again, norm), is_finite]
+        # Shrunk, the squares of any finite gradients have a finite sum.
+        shrunk = global_norm([SHRINK * g for g in gradients])
+        return [shrunk / SHRINK, ops.isfinite(shrunk)]
 
     is_finite = ops.isfinite(norm)
     norm, is_finite = backend.rarely(
