@@ -82,12 +82,14 @@ if_installed = $(BIN)/python -c 'import importlib.util as u, sys; \
 		echo "$1 is not installed: its tests are left out."; exit 0; };
 
 # The tests of a file on one worker make what they share once. In the order of
-# their names, the files that take longest are not the last.
+# their names, the files that take longest are not the last. What is the same on
+# every backend, as pages of the documentation, is divided among them.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
 $(TESTS): test-%: $(INSTALLED)
 	$(call if_installed,$*) \
-		KERAS_BACKEND=$* $(BIN)/python -m pytest -n 2 $(BY_FILE) $(PYTEST_ARGS)
+		KERAS_BACKEND=$* TESTED_BACKENDS="$(BACKENDS)" \
+		$(BIN)/python -m pytest -n 2 $(BY_FILE) $(PYTEST_ARGS)
 
 # tests/support/keras_core_contract.py says which of their tests Keras Core is
 # held to; this prints which of those it cannot pass, and why.

@@ -1,6 +1,7 @@
 """What every test starts from: a backend, fixed seeds, float32."""
 
 import gc
+import importlib.util
 import itertools
 import logging
 import os
@@ -50,13 +51,35 @@ if KERAS_NAME == "keras_core":
     from keras_core_gaps import pytest_runtest_call  # noqa: F401, a hook
 else:
 
-    def pytest_collection_modifyitems(items):
-        """Run what takes long and would come last first.
+    def pytest_collection_modifyitems(config, items):
+        """Order the tests, and leave out what other backends run.
 
-        Otherwise one of two workers waits for the other in the end.
+        What takes long and would come last runs first: otherwise one of two
+        workers waits for the other in the end.
         """
         late = ("test_window.py", "test_window_loss.py")
         items.sort(key=lambda item: item.path.name not in late)
+        share_out(config, items)
+
+
+def share_out(config, items):
+    """Run each test that is marked `any_backend` on one of the backends.
+
+    What such a test claims is the same on all of them. `make test` tells which
+    backends it tests; pytest alone runs every test. What some backends skip
+    runs on all others.
+    """
+    tested = os.environ.get("TESTED_BACKENDS", BACKEND).split()
+    tested = [name for name in tested if importlib.util.find_spec(name)]
+    shared = [
+        item
+        for item in items
+        if item.get_closest_marker("any_backend")
+        and not item.get_closest_marker("skipif")
+    ]
+    others = set(shared) - set(shared[tested.index(BACKEND) :: len(tested)])
+    config.hook.pytest_deselected(items=[i for i in items if i in others])
+    items[:] = [item for item in items if item not in others]
 
 
 # The first example of a test may compile, which no deadline foresees; and a

@@ -58,6 +58,7 @@ def test_every_contender_trains_and_is_compared():
             assert re.fullmatch(r"[\d.]+ \([\d.]+-[\d.]+\)", milliseconds)
 
 
+@pytest.mark.any_backend
 def test_memory_is_measured_in_a_process_of_its_own():
     printed = bench(
         *("--cells", "tiny", "--contenders", "trainer"),
@@ -83,6 +84,7 @@ def test_first_updates_are_measured_where_programs_were_kept():
     assert float(re.search(told, printed)[1]) > 0
 
 
+@pytest.mark.any_backend
 def test_two_processes_are_compared_with_one():
     printed = run(
         *("processes.py", "--round-secs", "0.01"),
@@ -93,6 +95,7 @@ def test_two_processes_are_compared_with_one():
     assert re.fullmatch(r"[\d.]+x \([\d.]+x-[\d.]+x\)", ratio)
 
 
+@pytest.mark.any_backend
 def test_methods_are_compared_by_where_their_data_come_from():
     printed = run(
         *("pipelines.py", "--batches", "8", "--only", "arrays, validated"),

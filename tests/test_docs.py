@@ -64,6 +64,7 @@ def test_differences_from_keras_are_as_printed(tmp_path):
     assert f"```text\n{printed}```" in page
 
 
+@pytest.mark.any_backend
 @pytest.mark.parametrize(
     "page",
     [page for page in PAGES if page.name not in WITHOUT_CODE],

@@ -241,6 +241,7 @@ def test_every_example_is_run_here():
     )
 
 
+@pytest.mark.any_backend
 @pytest.mark.parametrize("name", SHORT)
 def test_example_runs_and_prints_what_it_promises(name, tmp_path):
     for module in NEEDS.get(name, ()):

@@ -9,6 +9,8 @@ from accumtrainer import Every
 from accumtrainer.callbacks import Checkpoint
 from accumtrainer.keras_api import BACKEND, keras
 
+pytestmark = pytest.mark.any_backend
+
 mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed")
 
 

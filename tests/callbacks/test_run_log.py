@@ -12,6 +12,8 @@ from accumtrainer import Every, Trainer
 from accumtrainer.callbacks import RunLog
 from accumtrainer.keras_api import keras
 
+pytestmark = pytest.mark.any_backend
+
 X = np.random.default_rng(0).normal(size=(24, 3)).astype("float32")
 Y = (X @ [[1.0], [-2.0], [0.5]]).astype("float32")
 

@@ -13,6 +13,8 @@ from pointed import fit, make_trainer
 from accumtrainer.callbacks import TensorBoardLogger
 from accumtrainer.keras_api import KERAS_NAME
 
+pytestmark = pytest.mark.any_backend
+
 
 def write(folder, *points, state=None):
     """Write points by a new logger; return its state before them and after."""

@@ -6,7 +6,10 @@ from pointed import fit
 from accumtrainer.callbacks.background import Background
 from accumtrainer.callbacks.tracker import Tracker
 
-pytestmark = pytest.mark.usefixtures("without_xla")
+pytestmark = [
+    pytest.mark.any_backend,
+    pytest.mark.usefixtures("without_xla"),
+]
 
 
 class Notes(Tracker):

@@ -15,6 +15,8 @@ from accumtrainer import Every, Histogram, Image, Table, Text
 from accumtrainer.callbacks import Checkpoint
 from accumtrainer.keras_api import BACKEND, keras
 
+pytestmark = pytest.mark.any_backend
+
 trackio = pytest.importorskip("trackio", reason="Trackio is not installed")
 
 

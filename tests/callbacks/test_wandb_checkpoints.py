@@ -17,7 +17,10 @@ from accumtrainer import Callback, CheckpointError, Every
 from accumtrainer.callbacks import Checkpoint
 from accumtrainer.saving import wandb_artifacts
 
-pytestmark = pytest.mark.usefixtures("without_xla", "away_from_wandb")
+pytestmark = [
+    pytest.mark.any_backend,
+    pytest.mark.usefixtures("without_xla", "away_from_wandb"),
+]
 
 wandb = pytest.importorskip("wandb", reason="W&B is not installed")
 

@@ -17,7 +17,10 @@ from accumtrainer.callbacks.tracker import Tracker
 from accumtrainer.keras_api import keras
 from accumtrainer.observers.logs import Logs
 
-pytestmark = pytest.mark.usefixtures("without_xla", "away_from_wandb")
+pytestmark = [
+    pytest.mark.any_backend,
+    pytest.mark.usefixtures("without_xla", "away_from_wandb"),
+]
 
 wandb = pytest.importorskip("wandb", reason="W&B is not installed")
 

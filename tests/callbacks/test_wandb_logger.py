@@ -23,7 +23,10 @@ from accumtrainer import Accumulation, Callback, Every
 from accumtrainer.callbacks import Checkpoint, KeepGradients, WandbLogger
 from accumtrainer.keras_api import BACKEND, keras
 
-pytestmark = pytest.mark.usefixtures("without_xla", "away_from_wandb")
+pytestmark = [
+    pytest.mark.any_backend,
+    pytest.mark.usefixtures("without_xla", "away_from_wandb"),
+]
 
 wandb = pytest.importorskip("wandb", reason="W&B is not installed")
 

@@ -21,7 +21,10 @@ from accumtrainer import Callback, Every
 from accumtrainer.callbacks import WandbLogger
 from accumtrainer.keras_api import keras
 
-pytestmark = pytest.mark.usefixtures("without_xla", "away_from_wandb")
+pytestmark = [
+    pytest.mark.any_backend,
+    pytest.mark.usefixtures("without_xla", "away_from_wandb"),
+]
 
 wandb = pytest.importorskip("wandb", reason="W&B is not installed")
 

@@ -13,7 +13,10 @@ from wandb_runs import QUIET, fit, make_logger, make_trainer
 from accumtrainer import Accumulation, Callback, LossScale, Preempted
 from accumtrainer.callbacks import WandbLogger
 
-pytestmark = pytest.mark.usefixtures("without_xla", "away_from_wandb")
+pytestmark = [
+    pytest.mark.any_backend,
+    pytest.mark.usefixtures("without_xla", "away_from_wandb"),
+]
 
 wandb = pytest.importorskip("wandb", reason="W&B is not installed")
 
