@@ -149,6 +149,15 @@ def test_programs_that_the_compiler_refuses_run_without_it(monkeypatch):
     assert_same(one, train(make_model()))
 
 
+def test_operations_are_called_by_what_pytorch_generates_for_them():
+    aten = torch.ops.aten
+    assert source.quickest(aten.addmm.default) is torch.addmm
+    assert source.quickest(aten.view.default) is torch.Tensor.view
+    # Written in Python, or there as an operation alone.
+    for operation in (aten.norm.Scalar, aten.nll_loss_forward.default):
+        assert source.quickest(operation) is operation
+
+
 # On a device that runs ahead, nothing waits for it: both ways are computed.
 
 

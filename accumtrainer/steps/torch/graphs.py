@@ -14,6 +14,11 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from accumtrainer.keras_api.types import Tensor
+from accumtrainer.steps.torch.constants import (
+    is_zero,
+    make_constant,
+    same_as,
+)
 from accumtrainer.steps.torch.fusions import changed_by, fuse, memory_of
 from accumtrainer.steps.torch.marks import IF, MARK
 from accumtrainer.steps.torch.normalization import normalize
@@ -24,28 +29,6 @@ aten = torch.ops.aten
 
 ALIASES = {aten.detach.default, aten.alias.default}
 """Operations whose result is what they are given."""
-
-CONSTANTS = {
-    aten.lift_fresh_copy.default,
-    aten.ones.default,
-    aten.zeros.default,
-    aten.full.default,
-    aten.scalar_tensor.default,
-    aten.arange.default,
-    aten.arange.start,
-    aten.arange.start_step,
-}
-"""Operations that always make the same of nothing but numbers."""
-
-LIKE = {
-    aten.ones_like.default,
-    aten.zeros_like.default,
-    aten.full_like.default,
-}
-"""Operations of which only the shape of their first argument is known."""
-
-MOST_CONSTANT = 4096
-"""How many elements a tensor may have that is kept and not made anew."""
 
 
 class Graph:
@@ -203,7 +186,7 @@ def _tidy(module: fx.GraphModule) -> None:
     graph = module.graph
     for node in list(graph.nodes):
         target = node.target
-        if target is aten.copy_.default and _is_zero(module, node.args[1]):
+        if target is aten.copy_.default and is_zero(module, node.args[1]):
             with graph.inserting_before(node):
                 zero = graph.call_function(aten.zero_.default, node.args[:1])
             zero.meta = node.meta
@@ -224,21 +207,18 @@ def _tidy(module: fx.GraphModule) -> None:
             if node.target is aten.view.default:
                 # Memory may lie otherwise than foretold while recording.
                 node.target = aten.reshape.default
-            if _is_times_one(node, changed) or _is_copy(node, needed):
-                node.replace_all_uses_with(node.args[0])
+            same = None
+            if node not in needed:  # whose memory is its own
+                same = _copied_by(node, needed) or same_as(module, node)
+            if same is not None and same not in changed:
+                node.replace_all_uses_with(same)
                 graph.erase_node(node)
             else:
-                _make_constant(module, node)
+                make_constant(module, node)
     graph.eliminate_dead_code()
     simplify(module, changed)
     normalize(graph, changed)
     fuse(graph, changed)
-
-
-def _is_zero(module: fx.GraphModule, node: fx.Node) -> bool:
-    if node.op == "get_attr":
-        return not getattr(module, node.target).any()
-    return node.target in {aten.zeros.default, aten.zeros_like.default}
 
 
 def _changes_first(target: Any) -> bool:
@@ -246,61 +226,15 @@ def _changes_first(target: Any) -> bool:
     return name.endswith("_") and not name.startswith("_foreach")
 
 
-def _is_copy(node: fx.Node, needed: set[fx.Node]) -> bool:
-    """Whether it copies what a graph is given, and is only read."""
-    if node.target is not aten.clone.default or node in needed:
-        return False
+def _copied_by(node: fx.Node, needed: set[fx.Node]) -> fx.Node | None:
+    """Return what a graph is given, if it is copied and only read."""
+    if node.target is not aten.clone.default:
+        return None
     source = node.args[0]
     if source in needed or "val" not in source.meta:
-        return False
+        return None
     whole = source
     if source.target is aten.select.int:
         whole = source.args[0]
     lies_alike = source.meta["val"].stride() == node.meta["val"].stride()
-    return whole.op == "placeholder" and lies_alike
-
-
-def _is_times_one(node: fx.Node, changed: set[fx.Node]) -> bool:
-    if node.target is not aten.mul.Tensor:
-        return False
-    first, by = node.args
-    if isinstance(by, fx.Node) or by != 1.0 or first in changed:
-        return False
-    return (
-        "val" in first.meta
-        and first.op != "placeholder"
-        and first.meta["val"].dtype == node.meta["val"].dtype
-    )
-
-
-def _make_constant(module: fx.GraphModule, node: fx.Node) -> None:
-    """Put a small tensor in the place of what makes it of constants."""
-    inputs = node.all_input_nodes
-    is_alike = node.target in LIKE
-    if not is_alike and not all(n.op == "get_attr" for n in inputs):
-        return
-    tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded in tags:
-        return
-    if not inputs and node.target not in CONSTANTS:
-        return
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.numel() > MOST_CONSTANT:
-        return
-
-    def number(argument: fx.Node) -> Tensor:
-        if argument.op == "get_attr":
-            return getattr(module, argument.target)
-        like = argument.meta["val"]  # which has no numbers
-        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
-
-    arguments = fx.node.map_arg((node.args, node.kwargs), number)
-    name = f"_made_{node.name}"
-    with torch.no_grad():
-        made = node.target(*arguments[0], **arguments[1])
-    module.register_buffer(name, made)
-    with module.graph.inserting_before(node):
-        constant = module.graph.get_attr(name)
-    constant.meta = dict(node.meta)
-    node.replace_all_uses_with(constant)
-    module.graph.erase_node(node)
+    return source if whole.op == "placeholder" and lies_alike else None

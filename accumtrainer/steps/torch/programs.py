@@ -151,7 +151,8 @@ class Recording:
 
     def run(self, memory: Memory, leaves: list[Tensor]) -> Nest:
         """Run it."""
-        tensors = [*memory.tensors, *Memory(self.further).tensors, *leaves]
+        further = Memory(self.further).tensors if self.further else ()
+        tensors = [*memory.tensors, *further, *leaves]
         with torch.no_grad():
             results = self.graph(tensors)
         return optree.tree_unflatten(self.structure, results)

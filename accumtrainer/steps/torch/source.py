@@ -2,6 +2,7 @@
 
 import operator
 import textwrap
+import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -146,6 +147,23 @@ def _belongs(node: fx.Node, group: list[fx.Node]) -> bool:
     return False
 
 
+def quickest(operation: Any) -> Callable[..., Any]:
+    """Find PyTorch's own function of an operation, or else its method.
+
+    They do the same in half a microsecond less, as they are generated for their
+    arguments. What PyTorch writes in Python is neither.
+    """
+    if getattr(operation, "namespace", None) == "aten":
+        name = operation.overloadpacket.__name__
+        function = getattr(torch, name, None)
+        if isinstance(function, types.BuiltinFunctionType):
+            return function
+        method = getattr(torch.Tensor, name, None)
+        if isinstance(method, types.MethodDescriptorType):
+            return method
+    return operation
+
+
 class _Writer:
     """Writes lines of Python.
 
@@ -179,7 +197,7 @@ class _Writer:
             return f"{self.name(node)} = {value}[{index}]"
         given = [self._write(a) for a in node.args]
         given += [f"{k}={self._write(v)}" for k, v in node.kwargs.items()]
-        call = self._constant(node.target)
+        call = self._constant(quickest(node.target))
         return f"{self.name(node)} = {call}({', '.join(given)})"
 
     def _write(self, argument: Any) -> str:

@@ -1,0 +1,140 @@
+"""Recorded operations whose outcome is known while they are recorded.
+
+Weights of losses and bounds of quotients are small constants, and what depends
+on them alone need not be computed again in every window.
+"""
+
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from accumtrainer.keras_api.types import Tensor
+
+aten = torch.ops.aten
+
+CONSTANTS = {
+    aten.lift_fresh_copy.default,
+    aten.ones.default,
+    aten.zeros.default,
+    aten.full.default,
+    aten.scalar_tensor.default,
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+}
+"""Operations that always make the same of nothing but numbers."""
+
+LIKE = {
+    aten.ones_like.default,
+    aten.zeros_like.default,
+    aten.full_like.default,
+}
+"""Operations of which only the shape of their first argument is known."""
+
+MOST_CONSTANT = 4096
+"""How many elements a tensor may have that is kept and not made anew."""
+
+
+def is_zero(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a value is zero everywhere."""
+    if node.op == "get_attr":
+        return not getattr(module, node.target).any()
+    return node.target in {aten.zeros.default, aten.zeros_like.default}
+
+
+def make_constant(module: fx.GraphModule, node: fx.Node) -> None:
+    """Put a small tensor in the place of what makes it of constants."""
+    inputs = node.all_input_nodes
+    is_alike = node.target in LIKE
+    if not is_alike and not all(n.op == "get_attr" for n in inputs):
+        return
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded in tags:
+        return
+    if not inputs and node.target not in CONSTANTS:
+        return
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.numel() > MOST_CONSTANT:
+        return
+
+    def number(argument: fx.Node) -> Tensor:
+        if argument.op == "get_attr":
+            return getattr(module, argument.target)
+        like = argument.meta["val"]  # which has no numbers
+        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
+    arguments = fx.node.map_arg((node.args, node.kwargs), number)
+    name = f"_made_{node.name}"
+    with torch.no_grad():
+        made = node.target(*arguments[0], **arguments[1])
+    module.register_buffer(name, made)
+    with module.graph.inserting_before(node):
+        constant = module.graph.get_attr(name)
+    constant.meta = dict(node.meta)
+    node.replace_all_uses_with(constant)
+    module.graph.erase_node(node)
+
+
+def same_as(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """Find a value that an operation makes again, element for element.
+
+    Args:
+        module: has the constants.
+        node: an operation.
+
+    Returns:
+        The value, which has the same shape and dtype; or else `None`.
+    """
+    rule = RULES.get(node.target)
+    found = rule(module, node) if rule else None
+    return found if found is not None and _is_alike(found, node) else None
+
+
+def _is_alike(one: fx.Node, other: fx.Node) -> bool:
+    first, second = one.meta.get("val"), other.meta.get("val")
+    if not isinstance(first, torch.Tensor):
+        return False
+    is_alike = first.shape == second.shape and first.dtype == second.dtype
+    return is_alike and first.stride() == second.stride()
+
+
+def _times_one(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    first, by = node.args
+    return first if _all(module, by, 1) and first.op != "placeholder" else None
+
+
+def _chosen(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """Return the one side of a `where` that is always chosen."""
+    condition, on_true, on_false = node.args
+    if _all(module, condition, True):
+        return on_true
+    return on_false if _all(module, condition, False) else None
+
+
+def _taken_apart(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """Return what was stacked to be taken apart again."""
+    parts, place = node.args
+    if parts.target is not aten.unbind.int or parts.args[1:] not in ((), (0,)):
+        return None
+    stacked = parts.args[0]
+    is_stack = stacked.target is aten.stack.default
+    return stacked.args[0][place] if is_stack and not stacked.args[1:] else None
+
+
+def _all(module: fx.GraphModule, value: Any, number: float) -> bool:
+    if not isinstance(value, fx.Node):
+        return bool(value == number)
+    if value.op != "get_attr":
+        return False
+    constant = getattr(module, value.target)
+    return torch.equal(constant, torch.full_like(constant, number))
+
+
+RULES = {
+    aten.mul.Tensor: _times_one,
+    aten.where.self: _chosen,
+    getitem: _taken_apart,
+}
+"""Operations, and what finds the value that they make again."""

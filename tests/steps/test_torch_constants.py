@@ -1,0 +1,97 @@
+"""Claims about recorded operations whose outcome is known beforehand."""
+
+import os
+
+import pytest
+
+if os.environ["KERAS_BACKEND"] != "torch":
+    pytest.skip("It records with PyTorch.", allow_module_level=True)
+
+import torch
+from recorded import agrees, make, names_of
+
+
+def check(function, *tensors, without, still=()):
+    """Check that operations are left out, others not, and nothing changes."""
+    names = names_of(function, *tensors)
+    assert not set(names) & {*without}
+    assert set(names) >= {*still}
+    agrees(function, *tensors)
+
+
+def test_what_is_multiplied_by_ones_is_left_as_it_is():
+    def weigh(tensors):
+        exponential = tensors[0].exp()
+        return [(exponential * torch.ones(3) * 1.0).sin()]
+
+    check(weigh, make(2, 3), without=["mul"], still=["exp", "sin"])
+
+
+def test_ones_that_make_something_larger_or_of_another_dtype_stay():
+    def larger(tensors):
+        return [(tensors[0].exp() * torch.ones(2, 3)).sin()]
+
+    def other(tensors):
+        return [(tensors[0].exp() * torch.ones(3, dtype=torch.float64)).sin()]
+
+    for function in (larger, other):
+        check(function, make(3), without=[], still=["mul"])
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_choice_that_is_always_the_same_is_made_beforehand(chosen):
+    def choose(tensors):
+        one, other = tensors[0].exp(), tensors[0].cos()
+        return [torch.where(torch.tensor(chosen), one, other).sin()]
+
+    left_out = "cos" if chosen else "exp"
+    check(choose, make(3), without=["where", left_out], still=["sin"])
+
+
+def test_choice_that_differs_by_element_or_by_input_stays():
+    def by_element(tensors):
+        condition = torch.tensor([True, False, True])
+        return [torch.where(condition, tensors[0].exp(), tensors[0].cos()) + 1]
+
+    def by_input(tensors):
+        (x,) = tensors
+        return [torch.where(x > 0, x.exp(), x.cos()) + 1]
+
+    for function in (by_element, by_input):
+        check(function, make(3), without=[], still=["where", "exp", "cos"])
+
+
+def test_what_is_stacked_and_taken_apart_is_left_as_it_is():
+    def stack(tensors):
+        first, second = torch.stack(
+            [tensors[0].exp(), tensors[0].cos()]
+        ).unbind()
+        return [first.sin() + second]
+
+    check(stack, make(3), without=["stack", "unbind"], still=["exp", "cos"])
+
+
+def test_what_is_stacked_and_taken_apart_along_other_axes_stays():
+    def stack(tensors):
+        parts = torch.stack([tensors[0].exp(), tensors[0].cos()], dim=1)
+        return [parts.unbind()[2].sin()]
+
+    check(stack, make(3), without=[], still=["stack", "unbind"])
+
+
+def test_value_that_is_changed_later_is_not_read_in_its_place():
+    def change(tensors):
+        total, x = tensors
+        before = torch.where(torch.tensor(True), total, x)
+        total += x
+        return [before.sin()]
+
+    check(change, make(3), make(3), without=[], still=["where"])
+
+
+def test_result_has_memory_of_its_own():
+    def choose(tensors):
+        (x,) = tensors
+        return [torch.where(torch.tensor(True), x, -x), x[0] * torch.ones(())]
+
+    check(choose, make(3), without=[], still=["where", "mul"])
