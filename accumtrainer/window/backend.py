@@ -10,7 +10,7 @@ import abc
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -102,6 +102,20 @@ class Replicas:
         raise AssertionError(f"one device adds up nothing: {function}")
 
 
+class Traced(NamedTuple):
+    """What a function was seen to do.
+
+    Attributes:
+        operations: the names of those it consists of.
+        fixes_sizes: whether its tensors have the same sizes for every batch
+            of these shapes, as far as their shapes are known at all. Some
+            drop rows by the numbers in them.
+    """
+
+    operations: set[str]
+    fixes_sizes: bool = True
+
+
 class WindowBackend(abc.ABC):
     """The functions that windows are computed with.
 
@@ -121,14 +135,8 @@ class WindowBackend(abc.ABC):
         return []
 
     @abc.abstractmethod
-    def trace(
-        self, function: Callable[[Batch], Nest], batch: Batch
-    ) -> set[str]:
-        """Run a function on abstract tensors like a batch of arrays.
-
-        Returns:
-            The names of the operations it consists of.
-        """
+    def trace(self, function: Callable[[Batch], Nest], batch: Batch) -> Traced:
+        """Run a function on abstract tensors like a batch of arrays."""
 
     def accepts(self, is_finite: Tensor) -> Tensor:
         """Say whether a window may be applied, which `check` may refuse.

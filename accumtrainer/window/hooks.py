@@ -20,6 +20,7 @@ from accumtrainer.window.losses import (
     CompiledLoss,
     WeightedLoss,
     count_samples,
+    has_known_length,
 )
 
 HOOK_NAMES = (
@@ -229,7 +230,10 @@ class Hooks:
         if not parts:
             samples = count_samples(batch.x)
             return WeightedLoss(
-                ops.zeros(()), samples, outputs, is_uniform=True
+                ops.zeros(()),
+                samples,
+                outputs,
+                is_uniform=has_known_length(batch.x),
             )
         losses: dict[str, WeightedLoss] = {}
         for part in parts:
@@ -375,7 +379,12 @@ class Hooks:
             weight = ops.cast(denominator(batch), "float32")
             return WeightedLoss(value, weight, origin=origin)
         samples = count_samples(batch.x)
-        return WeightedLoss(value, samples, is_uniform=True, origin=origin)
+        return WeightedLoss(
+            value,
+            samples,
+            is_uniform=has_known_length(batch.x),
+            origin=origin,
+        )
 
 
 def context_of(hooks: Hooks) -> HookContext:

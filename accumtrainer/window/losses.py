@@ -264,7 +264,9 @@ def measure(
     return WeightedLoss(
         value,
         count(y_true, y_pred, counted_weight),
-        is_uniform=counted_weight is None and not is_masked,
+        is_uniform=counted_weight is None
+        and not is_masked
+        and None not in kept.values.shape,
     )
 
 
@@ -292,8 +294,20 @@ def count_samples(nest: Nest) -> Tensor:
     Returns:
         Scalar, float32.
     """
-    leaf = next(v for v in tree.flatten(nest) if v is not None)
-    return ops.cast(ops.shape(leaf)[0], "float32")
+    return ops.cast(ops.shape(_first_leaf(nest))[0], "float32")
+
+
+def has_known_length(nest: Nest) -> bool:
+    """Whether its shapes alone say how many samples a batch has.
+
+    Args:
+        nest: as for `count_samples`.
+    """
+    return _first_leaf(nest).shape[0] is not None
+
+
+def _first_leaf(nest: Nest) -> Tensor:
+    return next(v for v in tree.flatten(nest) if v is not None)
 
 
 def added_losses(

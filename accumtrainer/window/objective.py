@@ -15,7 +15,12 @@ from accumtrainer.keras_api import (
 )
 from accumtrainer.keras_api.types import Metric, Model, Nest, Tensor, Variable
 from accumtrainer.window.hooks import Hooks, Info, context_of
-from accumtrainer.window.losses import WeightedLoss, added_losses, count_samples
+from accumtrainer.window.losses import (
+    WeightedLoss,
+    added_losses,
+    count_samples,
+    has_known_length,
+)
 from accumtrainer.window.numbers import Sums
 from accumtrainer.window.state import Scratch
 
@@ -154,7 +159,8 @@ class Objective:
             if kind == "sum":
                 loss = WeightedLoss(value, None, is_uniform=True)
             elif kind == "activity":
-                loss = WeightedLoss(value, samples, is_uniform=True)
+                is_uniform = has_known_length(batch.x)
+                loss = WeightedLoss(value, samples, is_uniform=is_uniform)
             else:
                 loss = self._hooks._known_weight(value, batch)
             losses.append(loss)

@@ -152,10 +152,13 @@ def take_survey(parts: WindowParts, passes: Passes, batch: Batch) -> Survey:
     book, known = context_of(hooks).log_book, parts.variables
     with book.surveying() as reductions, Scratch(known) as scope:
         with collect_logs(hooks):
-            operations = parts.backend.trace(run, batch)
+            traced = parts.backend.trace(run, batch)
+        if not traced.fixes_sizes:
+            losses = seen["losses"]
+            seen["losses"] = [replace(one, is_uniform=False) for one in losses]
         idle = idle_metrics(model, scope)
         survey = Survey(
-            operations=operations,
+            operations=traced.operations,
             idle_metrics=idle,
             reductions=reductions,
             written=_written(parts, scope, seen["losses"], idle),

@@ -153,8 +153,14 @@ def test_operations_are_called_by_what_pytorch_generates_for_them():
     aten = torch.ops.aten
     assert source.quickest(aten.addmm.default) is torch.addmm
     assert source.quickest(aten.view.default) is torch.Tensor.view
-    # Written in Python, or there as an operation alone.
-    for operation in (aten.norm.Scalar, aten.nll_loss_forward.default):
+    # Written in Python, or there as an operation alone; or PyTorch's own takes
+    # no `None` among tensors, and reduces a loss otherwise unless it is told.
+    for operation in (
+        aten.norm.Scalar,
+        aten.nll_loss_forward.default,
+        aten.index_put.default,
+        aten.binary_cross_entropy_with_logits.default,
+    ):
         assert source.quickest(operation) is operation
 
 

@@ -89,6 +89,65 @@ def test_value_that_is_changed_later_is_not_read_in_its_place():
     check(change, make(3), make(3), without=[], still=["where"])
 
 
+def test_value_in_memory_that_is_changed_later_is_not_read_in_its_place():
+    def change(tensors):
+        (x,) = tensors
+        total = x * 2
+        before = [
+            total.view(2, 2) * 1.0,
+            torch.where(torch.tensor(True), total.view(2, 2), 0.0),
+            torch.stack([total[0], total[1]]).unbind()[0],
+        ]
+        total.add_(1)
+        return [b.sin() for b in before]
+
+    check(change, make(4), without=[], still=["where", "stack"])
+
+
+def test_copy_of_a_given_value_that_is_changed_later_stays():
+    def change(tensors):
+        (x,) = tensors
+        before = x[0].clone()
+        x.add_(1)
+        return [before * 2]
+
+    check(change, make(3), without=[], still=["clone"])
+
+
+def test_zeros_that_have_been_filled_are_not_zero():
+    def fill(tensors):
+        (x,) = tensors
+        filled = torch.zeros(3)
+        filled[1] = 3.0
+        x.copy_(filled)
+        return []
+
+    check(fill, make(3), without=["zero_"])
+
+
+def test_constants_that_are_changed_without_a_word_are_made_anew():
+    def normalize(tensors):
+        (x,) = tensors
+        mean, variance = torch.zeros(3), torch.ones(3)
+        normalized = torch.nn.functional.batch_norm(
+            x, mean, variance, training=True
+        )
+        return [normalized + mean]
+
+    check(normalize, make(4, 3), without=[], still=["zeros"])
+
+
+def test_results_that_are_given_their_memory_are_not_one_another():
+    def reduce(tensors):
+        (x,) = tensors
+        mean, most = torch.empty(3), torch.empty(3)
+        torch.mean(x, 0, out=mean)
+        torch.amax(x, 0, out=most)
+        return [x - mean + most]
+
+    check(reduce, make(4, 3), without=[], still=["mean", "amax"])
+
+
 def test_result_has_memory_of_its_own():
     def choose(tensors):
         (x,) = tensors

@@ -33,6 +33,7 @@ from accumtrainer.steps.jax.programs import (
     values_in,
 )
 from accumtrainer.steps.jax.replicas import JaxReplicas
+from accumtrainer.window.backend import Traced
 
 
 class JaxBackend(Backend):
@@ -70,11 +71,9 @@ class JaxBackend(Backend):
         del supports_jit
         return "streamed" if loops_badly else "fused", True
 
-    def trace(
-        self, function: Callable[[Batch], Nest], batch: Batch
-    ) -> set[str]:
+    def trace(self, function: Callable[[Batch], Nest], batch: Batch) -> Traced:
         specs = jax.tree.map(to_spec, batch)
-        return _primitives(jax.make_jaxpr(function)(specs).jaxpr)
+        return Traced(_primitives(jax.make_jaxpr(function)(specs).jaxpr))
 
     def compile(
         self,

@@ -39,6 +39,7 @@ from accumtrainer.steps.tensorflow.replicas import (
     outside_of_strategies,
 )
 from accumtrainer.steps.tensorflow.squares import is_worth_a_loop, sum_in_rows
+from accumtrainer.window.backend import Traced
 
 
 class TensorFlowBackend(Backend):
@@ -80,16 +81,15 @@ class TensorFlowBackend(Backend):
         # Where nothing loops a CPU is as fast without waiting for XLA.
         return self.has_accelerator()
 
-    def trace(
-        self, function: Callable[[Batch], Nest], batch: Batch
-    ) -> set[str]:
+    def trace(self, function: Callable[[Batch], Nest], batch: Batch) -> Traced:
         with self.replicas.scope():
             if self._run_eagerly:
                 function(tree.map_structure(_to_tensor, batch))
-                return set()
+                return Traced(set(), fixes_sizes=False)
             traced = tf.function(function, autograph=False)
             specs = tree.map_structure(to_spec, batch)
-            return operations_of(traced.get_concrete_function(specs).graph)
+            graph = traced.get_concrete_function(specs).graph
+            return Traced(operations_of(graph))
 
     def compile(
         self,

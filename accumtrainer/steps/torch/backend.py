@@ -37,6 +37,7 @@ from accumtrainer.steps.torch.seeds import (
 )
 from accumtrainer.steps.torch.tensors import default_device, to_tensor
 from accumtrainer.steps.torch.trials import Trial
+from accumtrainer.window.backend import Traced
 
 IS_PROFILING = "_is_profiler_enabled"
 """What tells whether a profiler is running; it has no public name."""
@@ -92,9 +93,7 @@ class TorchBackend(Backend):
             self._modules = Modules(model)
         return self._modules.buffers
 
-    def trace(
-        self, function: Callable[[Batch], Nest], batch: Batch
-    ) -> set[str]:
+    def trace(self, function: Callable[[Batch], Nest], batch: Batch) -> Traced:
         buffers = _unchanged_buffers(self._model)
         known = [] if self._model is None else self._model.variables
         with (
@@ -109,7 +108,7 @@ class TorchBackend(Backend):
             for variable in trial.changed(known):
                 # Whoever asks what was assigned is to hear of it.
                 variable.assign(variable.value.clone())
-        return trial.operations
+        return Traced(trial.operations, trial.fixes_sizes)
 
     def compile(
         self,

@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from accumtrainer.steps.torch.marks import MARK
-from accumtrainer.steps.torch.shapes import is_view, name_of
+from accumtrainer.steps.torch.schemas import arguments_changed_by
+from accumtrainer.steps.torch.shapes import is_view
 
 aten = torch.ops.aten
 
@@ -178,8 +179,8 @@ def changed_by(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Find the values that operations change in place."""
     changed: set[fx.Node] = set()
     for node in nodes:
-        if name_of(node.target).endswith("_"):
-            fx.node.map_arg(node.args[0], changed.add)
+        arguments = arguments_changed_by(node.target, node.args, node.kwargs)
+        fx.node.map_arg(arguments, changed.add)
     return changed
 
 

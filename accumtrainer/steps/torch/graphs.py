@@ -184,9 +184,11 @@ def _constant_of(module: fx.GraphModule, result: Any) -> Any:
 def _tidy(module: fx.GraphModule) -> None:
     """Leave out what has no effect, and make constants beforehand."""
     graph = module.graph
+    changed = memory_of(changed_by(graph.nodes))
     for node in list(graph.nodes):
         target = node.target
-        if target is aten.copy_.default and is_zero(module, node.args[1]):
+        is_copy = target is aten.copy_.default and node.args[1] not in changed
+        if is_copy and is_zero(module, node.args[1]):
             with graph.inserting_before(node):
                 zero = graph.call_function(aten.zero_.default, node.args[:1])
             zero.meta = node.meta
@@ -210,7 +212,7 @@ def _tidy(module: fx.GraphModule) -> None:
             same = None
             if node not in needed:  # whose memory is its own
                 same = _copied_by(node, needed) or same_as(module, node)
-            if same is not None and same not in changed:
+            if same is not None and not changed & memory_of([same]):
                 node.replace_all_uses_with(same)
                 graph.erase_node(node)
             else:
@@ -231,7 +233,7 @@ def _copied_by(node: fx.Node, needed: set[fx.Node]) -> fx.Node | None:
     if node.target is not aten.clone.default:
         return None
     source = node.args[0]
-    if source in needed or "val" not in source.meta:
+    if needed & memory_of([source]) or "val" not in source.meta:
         return None
     whole = source
     if source.target is aten.select.int:

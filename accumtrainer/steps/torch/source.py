@@ -13,6 +13,7 @@ from torch import fx
 
 from accumtrainer import errors
 from accumtrainer.keras_api.types import Tensor
+from accumtrainer.steps.torch.schemas import takes_only_what_builtins_take
 
 aten = torch.ops.aten
 
@@ -153,7 +154,8 @@ def quickest(operation: Any) -> Callable[..., Any]:
     They do the same in half a microsecond less, as they are generated for their
     arguments. What PyTorch writes in Python is neither.
     """
-    if getattr(operation, "namespace", None) == "aten":
+    is_operation = getattr(operation, "namespace", None) == "aten"
+    if is_operation and takes_only_what_builtins_take(operation):
         name = operation.overloadpacket.__name__
         function = getattr(torch, name, None)
         if isinstance(function, types.BuiltinFunctionType):

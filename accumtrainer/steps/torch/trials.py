@@ -9,9 +9,10 @@ from torch.utils import _python_dispatch
 
 from accumtrainer.keras_api.types import Tensor, Variable
 from accumtrainer.steps.torch.layouts import Kernels
+from accumtrainer.steps.torch.schemas import SCHEMA, arguments_changed_by
 
-SCHEMA = "_schema"
-"""Where an operation says what it changes; PyTorch tells it nowhere else."""
+TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+"""What PyTorch says of operations that tell numbers, or sizes made of them."""
 
 
 class Trial(_python_dispatch.TorchDispatchMode):
@@ -25,12 +26,14 @@ class Trial(_python_dispatch.TorchDispatchMode):
 
     Attributes:
         operations: the names of those that were run.
+        fixes_sizes: whether no size may depend on the numbers in a tensor.
         kernels: which of them convolutions have read.
     """
 
     def __init__(self, variables: Iterable[Variable]):
         super().__init__()
         self.operations: set[str] = set()
+        self.fixes_sizes = True
         self.kernels = Kernels(variables)
         self._made: set[int] = set()
         self._kept: dict[int, tuple[Any, Any]] = {}
@@ -41,7 +44,9 @@ class Trial(_python_dispatch.TorchDispatchMode):
         del types
         kwargs = kwargs or {}
         self.operations.add(function.overloadpacket.__name__)
-        for tensor in _changed(function, args, kwargs):
+        self.fixes_sizes &= not _reads_numbers(function, args)
+        written = arguments_changed_by(function, args, kwargs)
+        for tensor in _tensors_in(written):
             storage = tensor.untyped_storage()
             key = storage.data_ptr()
             if key not in self._made and key not in self._kept:
@@ -67,14 +72,12 @@ class Trial(_python_dispatch.TorchDispatchMode):
         ]
 
 
-def _changed(function: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """Find what an operation says that it changes."""
-    for position, argument in enumerate(getattr(function, SCHEMA).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            if position < len(args):
-                yield from _tensors_in(args[position])
-            else:
-                yield from _tensors_in(kwargs.get(argument.name))
+def _reads_numbers(function: Any, args: Any) -> bool:
+    """Whether the host learns numbers, or a size depends on them."""
+    if function.overloadpacket is torch.ops.aten.index:
+        masks = (torch.bool, torch.uint8)
+        return any(t.dtype in masks for t in _tensors_in(args[1]))
+    return not TAGS.isdisjoint(function.tags)
 
 
 def _tensors_in(nest: Any) -> Iterator[Tensor]:

@@ -106,9 +106,14 @@ def with_dense_gradients(optimizer, noise=0.0):
             # It goes by signs, even of what is left where terms cancel.
             is_lion = isinstance(optimizer, keras.optimizers.Lion)
             grads = with_noise(grads, variables, noise, at_zeros=is_lion)
-        if keras.backend.backend() != "torch" or not isinstance(
-            optimizer, keras.optimizers.ScheduleFreeAdamW
-        ):
+        may_keep = isinstance(
+            optimizer,
+            (
+                keras.optimizers.ScheduleFreeAdamW,
+                keras.optimizers.MultiOptimizer,  # of which it may be a member
+            ),
+        )
+        if keras.backend.backend() != "torch" or not may_keep:
             return apply(grads, trainable_variables)
         apply_at_once(apply, grads, variables, optimizer)
 
