@@ -194,3 +194,55 @@ def test_variable_of_a_kernels_shape_that_is_none_trains_alike():
         model.get_weights(), by_keras.get_weights(), strict=True
     ):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+class Counting(torch.nn.Module):
+    """A convolution with a buffer in the shape of its kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = torch.nn.Conv2d(5, 7, 3)
+        self.register_buffer("calls", torch.zeros(7, 5, 3, 3))
+
+    def forward(self, x):
+        if self.training:
+            self.calls.add_(1.0)
+        return self.convolution(x)
+
+
+def test_buffer_of_a_kernels_shape_is_where_its_module_finds_it():
+    module = Counting()
+    model = keras.Sequential(
+        [
+            keras.Input([6, 7, 5]),
+            layers.Permute([3, 1, 2]),
+            layers.TorchModuleWrapper(module),
+            layers.Flatten(),
+            layers.Dense(1),
+        ]
+    )
+    x, y = np.ones([16, 6, 7, 5], "float32"), np.ones([16, 1], "float32")
+    trainer = Trainer(model, optimizer="sgd", loss="mse")
+    for calls in (2, 4, 6):
+        trainer.fit(x, y, batch_size=8, verbose=0)
+        assert float(module.calls[0, 0, 0, 0]) == calls
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_kernel_that_is_viewed_by_a_shape_lies_as_it_did(run_eagerly):
+    def penalty(kernel):
+        return 0.1 * keras.ops.convert_to_tensor(kernel).view(-1).square().sum()
+
+    def make_layer():
+        return layers.Conv2D(7, 3, kernel_regularizer=penalty)
+
+    x, y = make_data(2)
+    model, by_keras = make_model(2, make_layer), make_model(2, make_layer)
+    trainer = make_trainer(model, run_eagerly=run_eagerly)
+    trainer.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    by_keras.compile(keras.optimizers.Adam(0.01), "mse")
+    by_keras.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    for ours, theirs in zip(
+        model.get_weights(), by_keras.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)

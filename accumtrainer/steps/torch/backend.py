@@ -131,7 +131,10 @@ class TorchBackend(Backend):
     def _begin(self, variables: Sequence[Variable]) -> None:
         """Get variables ready that a program has not used before."""
         self.replicas.begin_alike(variables)
-        if lay_out(variables, self._orders):
+        # What a module keeps for itself stays where the module finds it.
+        kept = set(map(id, self._modules.buffers))
+        movable = [v for v in variables if id(v) not in kept]
+        if lay_out(movable, self._orders):
             for holder in self._holders.values():
                 holder.forget()
 

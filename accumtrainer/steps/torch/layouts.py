@@ -22,6 +22,12 @@ TO_DTYPE = "_to_copy"
 COPIES = {aten.clone.default, getattr(aten, TO_DTYPE).default}
 """Operations that give a value other memory."""
 
+UNSAFE_VIEW = "_unsafe_view"
+"""Another view by a shape; it has no other name."""
+
+VIEWS = {aten.view.default, getattr(aten, UNSAFE_VIEW).default}
+"""Operations that PyTorch has for some orders of memory alone."""
+
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 """In which order images are that have their channels last, by their axes."""
 
@@ -40,6 +46,7 @@ class Kernels:
         self._values = {_memory(v.value): v.value for v in variables}
         self._read: list[tuple[Tensor, Tensor]] = []
         self._copied: dict[int, tuple[Tensor, Tensor]] = {}
+        self._viewed: list[Tensor] = []
 
     def _is_known(self, tensor: Tensor) -> bool:
         if tensor.layout != torch.strided:
@@ -52,6 +59,8 @@ class Kernels:
         # Of activations nothing is kept, as they would stay in memory.
         if function in COPIES and self._is_known(args[0]):
             self._copied[_memory(result)] = args[0], result
+        elif function in VIEWS and self._is_known(args[0]):
+            self._viewed.append(args[0])
         elif function is aten.convolution.default and self._is_known(args[1]):
             image, kernel = args[:2]
             layout = CHANNELS_LAST.get(image.dim(), torch.contiguous_format)
@@ -70,14 +79,21 @@ class Kernels:
             source, copy = self._copied.get(_memory(kernel), (kernel, kernel))
             if copy.stride() == kernel.stride():
                 kernel = source
-            memory = _memory(kernel)
-            while memory not in self._values:  # but a cast of it
-                memory = _memory(self._copied[memory][0])
-            value = self._values[memory]
+            value = self._source_of(kernel)
             order = _order(value, kernel, wanted)
             if order is not None:
                 orders[value.shape] = order
+        for tensor in self._viewed:
+            # PyTorch gives no such view of memory that lies otherwise.
+            orders.pop(self._source_of(tensor).shape, None)
         return orders
+
+    def _source_of(self, tensor: Tensor) -> Tensor:
+        """Find the variable's value whose memory this is, or a copy of it."""
+        memory = _memory(tensor)
+        while memory not in self._values:
+            memory = _memory(self._copied[memory][0])
+        return self._values[memory]
 
 
 def lay_out(
