@@ -145,10 +145,11 @@ def written_runs(folder):
     """Read every run below a folder, in the order they were started.
 
     W&B's own process writes some time after `finish` has returned: this waits
-    until every run has ended, or no file has grown for some seconds.
+    until every run has ended, or no file has grown for some seconds; longer for
+    the first file, which on a busy machine comes late.
     """
-    sizes, quiet = None, 0
-    while quiet < 30:
+    files, sizes, quiet = [], None, 0
+    while quiet < (30 if files else 100):
         files = sorted(Path(folder).rglob("*.wandb"), key=_started)
         before, sizes = sizes, [file.stat().st_size for file in files]
         quiet = quiet + 1 if sizes == before else 0
