@@ -48,7 +48,7 @@ def check_bare_losses(
     stated = context_of(parts.hooks).denominator
     if stated is not None:
         for origin, verdict in verdicts.items():
-            if verdict not in ("right", "unknown"):
+            if verdict not in ("right", "constant", "unknown"):
                 warnings.warn(
                     errors.WRONG_DENOMINATOR.format(
                         stated=_stated(stated),
@@ -89,6 +89,7 @@ def _shown(verdicts: Mapping[str, str]) -> str:
 
 SHOWN = {
     "right": "is a mean over samples",
+    "constant": "is the same whatever the data, as a penalty on weights is",
     "sum": "adds up over samples, so that it is no mean",
     "other": "is a mean over something else, such as tokens or weights",
     "couples": "couples examples, so that no denominator makes it exact",
@@ -108,6 +109,7 @@ _HOOK = "{hook} return a WeightedLoss for each"
 
 REMEDIES = {
     "right": (_SAMPLES,),
+    "constant": (_SAMPLES,),
     "other": (_FUNCTION,),
     "couples": (_WINDOW,),
     "mixes": (f"in the first case {_WINDOW}", f"in the second {_FUNCTION}"),
@@ -141,6 +143,9 @@ def _remedies(verdicts: Mapping[str, str], owner: str) -> str:
         owner: what users give arguments to.
     """
     remedies = []
+    # What does not depend on data goes with any denominator.
+    depending = {o: v for o, v in verdicts.items() if v != "constant"}
+    verdicts = depending or verdicts
     kinds = set(verdicts.values())
     if len(kinds) > 1:
         # There is but one denominator to state.

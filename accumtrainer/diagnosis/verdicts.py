@@ -28,11 +28,14 @@ QUADRUPLES = (
 Coupling may fail to show in one quadruple, where groups happen to be alike.
 """
 
-Verdict = Literal["right", "sum", "other", "couples", "mixes", "unknown"]
+Verdict = Literal[
+    "right", "constant", "sum", "other", "couples", "mixes", "unknown"
+]
 """What a trial says of a loss.
 
-`"right"`: it is what it says it is. `"sum"`: it adds up over examples, and is
-no mean. `"other"`: a mean, but not over what it says. `"couples"`: it couples
+`"right"`: it is what it says it is. `"constant"`: it depends on weights alone,
+and so is a mean over whatever it is weighed by. `"sum"`: it adds up over
+examples, and is no mean. `"other"`: a mean, but not over what it says. `"couples"`: it couples
 examples. `"mixes"`: one of these two. `"unknown"`: nobody can tell.
 """
 
@@ -86,7 +89,7 @@ def _judge(values: LossValues, is_sum: bool, kind: str) -> LossTrial:
     if not np.isfinite(means).all():
         return LossTrial(verdict="unknown")
     if np.ptp(means) <= LEAST_SPREAD * np.abs(means).max():
-        return LossTrial(verdict="unknown")
+        return LossTrial(verdict="constant" if means.any() else "unknown")
     coupling = max(_coupling(values.totals), _coupling(values.counts))
     within = SIZES_AGREE_WITHIN[kind]
     # What is drawn could make a mean look like a sum.
@@ -132,6 +135,11 @@ def judge_loss(
         kind: as in `SIZES_AGREE_WITHIN`.
     """
     trial = _judge(here, is_sum, kind)
+    if trial.verdict == "constant":
+        # With these weights the data may show in nothing but by chance.
+        other = _judge(elsewhere, is_sum, kind)
+        is_same = other.verdict == "constant"
+        trial = trial if is_same else LossTrial(verdict="unknown")
     if trial.verdict in ("right", "unknown"):
         other = _judge(elsewhere, is_sum, kind)
         return other if other.verdict in ("couples", "mixes") else trial

@@ -70,6 +70,17 @@ class Sampling(layers.Layer):
         return center + ops.exp(log_variance / 2) * noise
 
 
+class Variational(layers.Layer):
+    """Adds how far its weights are from a normal distribution."""
+
+    def build(self, shape):
+        self.center = self.add_weight(shape=(8,), initializer="ones")
+
+    def call(self, x):
+        self.add_loss(0.1 * ops.sum(ops.square(self.center)))
+        return x * self.center
+
+
 class Router(layers.Layer):
     """Sends examples to experts, and adds how unevenly."""
 
@@ -202,6 +213,21 @@ def test_mean_over_samples_is_named_and_samples_are_proposed(name):
         assert "compute_loss" not in message
 
 
+def test_penalty_on_weights_is_told_from_losses_of_data():
+    message = refusal(make_model(Variational(name="layer")))
+    assert "from add_loss of layer (Variational)." in message
+    assert "it is the same whatever the data" in message
+    assert "Say Trainer(denominator='samples'); or choose" in message
+
+
+def test_penalty_on_weights_goes_with_what_is_said_of_other_losses():
+    message = refusal(make_model(Variational()), of_some)
+    assert "is a mean over something else, such as tokens" in message
+    assert "Say Trainer(denominator=fn)" in message
+    assert "denominator='samples'" not in message
+    assert "compute_loss" not in message
+
+
 COUPLING = {
     "contrastive": lambda: (make_model(), contrastive),
     "dice": lambda: (make_model(), dice),
@@ -251,6 +277,7 @@ RIGHT = {
     "own": (lambda: (OwnLoss(mean), None), "samples"),
     "sampling": (lambda: (make_model(Sampling()), "mse"), "samples"),
     "dropout": (lambda: (make_model(layers.Dropout(0.3)), mean), "samples"),
+    "penalty": (lambda: (make_model(Variational()), "mse"), "samples"),
     "noise": (lambda: (make_model(layers.GaussianNoise(0.3)), mean), "samples"),
     "statistics": (
         lambda: (make_model(layers.BatchNormalization()), mean),
