@@ -106,7 +106,7 @@ $(KERAS_CORE_TESTS): test-keras_core-%: $(INSTALLED)
 # batches that are cut, of which most leave a smaller micro-batch over.
 $(KERAS_OWN_TESTS): test-keras_own-%: $(INSTALLED)
 	$(call if_installed,$*) for size in "" "--micro-batch-size 3"; do \
-		PYTHONPATH=tests/keras_own_tests KERAS_BACKEND=$* \
+		PYTHONPATH=tests/keras_own_tests:tests/support KERAS_BACKEND=$* \
 			$(BIN)/python -m pytest -n 2 --noconftest -p through_trainer \
 			-rs --disable-warnings $$size --pyargs \
 			keras.src.trainers.trainer_test keras.src.callbacks \

@@ -8,7 +8,7 @@ import os
 import pathlib
 import zlib
 
-from xla_flags import known_flags
+import xla_flags
 
 # Keras reads its backend once, when it is first imported.
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -24,16 +24,7 @@ os.environ.setdefault(
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-# XLA spends half of the time on code that is fast enough for a test, and a
-# tenth on doing so in pieces.
-if "XLA_FLAGS" not in os.environ:
-    os.environ["XLA_FLAGS"] = known_flags(
-        {
-            "xla_backend_optimization_level": "0",
-            "xla_cpu_use_fusion_emitters": "false",
-            "xla_cpu_parallel_codegen_split_count": "1",
-        }
-    )
+xla_flags.compile_quickly()
 
 from importlib import metadata
 

@@ -19,6 +19,8 @@ import sys
 import types
 from pathlib import Path
 
+import xla_flags
+
 # Keras reads its backend once, when it is first imported.
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 # Compiling takes longer than what it is for; JAX keeps it for the next run.
@@ -27,6 +29,7 @@ os.environ |= {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
+xla_flags.compile_quickly()
 
 import keras
 import pytest

@@ -1,4 +1,4 @@
-"""Which flags the installed XLA knows.
+"""Have XLA compile quickly, by flags that the installed XLA knows.
 
 Every JAX and TensorFlow comes with an XLA of its own, and an XLA ends its
 process at a flag that it does not know.
@@ -6,13 +6,31 @@ process at a flag that it does not know.
 
 import importlib.util
 import mmap
+import os
 import pathlib
+
+QUICK = {
+    "xla_backend_optimization_level": "0",
+    "xla_cpu_use_fusion_emitters": "false",
+    "xla_cpu_parallel_codegen_split_count": "1",
+}
+"""XLA spends half of the time on code that is fast enough for a test, and a
+tenth on doing so in pieces."""
 
 LIBRARIES = {
     "jaxlib": "libjax_common.so*",
     "tensorflow": "libtensorflow_framework.so*",
 }
 """By package, the file that holds the names of the flags."""
+
+
+def compile_quickly():
+    """Set the environment so, unless it says something about XLA itself.
+
+    Before JAX or TensorFlow is imported.
+    """
+    if "XLA_FLAGS" not in os.environ:
+        os.environ["XLA_FLAGS"] = known_flags(QUICK)
 
 
 def known_flags(flags):

@@ -12,12 +12,10 @@ import os
 import resource
 import time
 
+import xla_flags
+
 # Programs this small run no faster for what XLA could still improve.
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-    " --xla_cpu_parallel_codegen_split_count=1",
-)
+xla_flags.compile_quickly()
 
 from fuzz.run import run
 
