@@ -8,7 +8,7 @@ import os
 import pathlib
 import zlib
 
-import xla_flags
+from xla_flags import quick_flags
 
 # Keras reads its backend once, when it is first imported.
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -24,7 +24,7 @@ os.environ.setdefault(
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-xla_flags.compile_quickly()
+os.environ.setdefault("XLA_FLAGS", quick_flags())
 
 from importlib import metadata
 

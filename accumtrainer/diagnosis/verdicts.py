@@ -35,8 +35,9 @@ Verdict = Literal[
 
 `"right"`: it is what it says it is. `"constant"`: it depends on weights alone,
 and so is a mean over whatever it is weighed by. `"sum"`: it adds up over
-examples, and is no mean. `"other"`: a mean, but not over what it says. `"couples"`: it couples
-examples. `"mixes"`: one of these two. `"unknown"`: nobody can tell.
+examples, and is no mean. `"other"`: a mean, but not over what it says.
+`"couples"`: it couples examples. `"mixes"`: one of these two. `"unknown"`:
+nobody can tell.
 """
 
 # How far, relative to the largest, values of a loss may be from adding up and

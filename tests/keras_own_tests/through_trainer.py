@@ -19,7 +19,7 @@ import sys
 import types
 from pathlib import Path
 
-import xla_flags
+from xla_flags import quick_flags
 
 # Keras reads its backend once, when it is first imported.
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -29,7 +29,7 @@ os.environ |= {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
-xla_flags.compile_quickly()
+os.environ.setdefault("XLA_FLAGS", quick_flags())
 
 import keras
 import pytest

@@ -6,7 +6,6 @@ process at a flag that it does not know.
 
 import importlib.util
 import mmap
-import os
 import pathlib
 
 QUICK = {
@@ -24,13 +23,9 @@ LIBRARIES = {
 """By package, the file that holds the names of the flags."""
 
 
-def compile_quickly():
-    """Set the environment so, unless it says something about XLA itself.
-
-    Before JAX or TensorFlow is imported.
-    """
-    if "XLA_FLAGS" not in os.environ:
-        os.environ["XLA_FLAGS"] = known_flags(QUICK)
+def quick_flags():
+    """Join those of `QUICK`, for JAX or TensorFlow imported after that."""
+    return known_flags(QUICK)
 
 
 def known_flags(flags):
