@@ -19,12 +19,20 @@ def check(function, *tensors, without, still=()):
     agrees(function, *tensors)
 
 
-def test_what_is_multiplied_by_ones_is_left_as_it_is():
+def test_what_is_multiplied_or_divided_by_ones_is_left_as_it_is():
     def weigh(tensors):
         exponential = tensors[0].exp()
-        return [(exponential * torch.ones(3) * 1.0).sin()]
+        weighted = torch.ones(()) * exponential * torch.ones(3) * 1.0
+        return [(weighted / torch.ones(3)).sin()]
 
-    check(weigh, make(2, 3), without=["mul"], still=["exp", "sin"])
+    check(weigh, make(2, 3), without=["mul", "div"], still=["exp", "sin"])
+
+
+def test_one_that_is_divided_stays():
+    def invert(tensors):
+        return [(torch.ones(3) / tensors[0].exp()).sin()]
+
+    check(invert, make(3), without=[], still=["div"])
 
 
 def test_ones_that_make_something_larger_or_of_another_dtype_stay():
@@ -34,7 +42,10 @@ def test_ones_that_make_something_larger_or_of_another_dtype_stay():
     def other(tensors):
         return [(tensors[0].exp() * torch.ones(3, dtype=torch.float64)).sin()]
 
-    for function in (larger, other):
+    def larger_from_the_left(tensors):
+        return [(torch.ones(2, 3) * tensors[0].exp()).sin()]
+
+    for function in (larger, other, larger_from_the_left):
         check(function, make(3), without=[], still=["mul"])
 
 

@@ -101,8 +101,12 @@ def _is_alike(one: fx.Node, other: fx.Node) -> bool:
 
 
 def _times_one(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """Return what a product with ones, or a quotient by them, is made of."""
     first, by = node.args
-    return first if _all(module, by, 1) and first.op != "placeholder" else None
+    if node.target is aten.mul.Tensor and _all(module, first, 1):
+        first, by = by, first
+    is_own = isinstance(first, fx.Node) and first.op != "placeholder"
+    return first if is_own and _all(module, by, 1) else None
 
 
 def _chosen(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
@@ -134,6 +138,7 @@ def _all(module: fx.GraphModule, value: Any, number: float) -> bool:
 
 RULES = {
     aten.mul.Tensor: _times_one,
+    aten.div.Tensor: _times_one,
     aten.where.self: _chosen,
     getitem: _taken_apart,
 }
