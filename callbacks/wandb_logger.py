@@ -31,6 +31,11 @@ UNREACHABLE = (
     "W&B could not be reached ({reason}). Training goes on, and the run is "
     "kept in {folder}. Upload it with: wandb sync --id {run_id} {folder}"
 )
+DISABLED = (
+    "The active run of W&B is disabled, and takes nothing that WandbLogger "
+    "sends. Give WandbLogger a mode, as in mode='online', or end that run "
+    "before: wandb.finish(). `with wandb.init(mode='disabled')` does not."
+)
 UNFINISHED = (
     "W&B did not finish within close_secs={secs:g} seconds. Its own folder "
     "holds what it has taken; see: wandb sync --help"
@@ -77,7 +82,8 @@ class WandbLogger(Tracker):
 
     A run that was started here is finished when training ends; a second
     `fit` of the same Trainer continues it. A run that was handed in, or was
-    active already, is left running. After a resume the same run goes on, and
+    active already, is left running; one that is disabled is joined too, with a
+    warning, unless `mode` is given. After a resume the same run goes on, and
     points that it has already are not sent again.
 
     Needs W&B: `pip install 'accumtrainer[wandb]'`.
@@ -326,6 +332,8 @@ class WandbLogger(Tracker):
                     run_id=self._run_id or self._wandb.run.id,
                 )
             )
+        elif self._wandb.is_silenced:
+            self._warn_once(DISABLED)
         else:
             super()._warn_of_failures(background)
 

@@ -23,9 +23,10 @@ from accumtrainer import Accumulation, Callback, Every
 from accumtrainer.callbacks import Checkpoint, KeepGradients, WandbLogger
 from accumtrainer.keras_api import BACKEND, keras
 
-# Not divided among backends: the test of a disabled run leaves W&B so until a
-# run that says otherwise begins, which is in the test after it.
-pytestmark = pytest.mark.usefixtures("without_xla", "away_from_wandb")
+pytestmark = [
+    pytest.mark.any_backend,
+    pytest.mark.usefixtures("without_xla", "away_from_wandb"),
+]
 
 wandb = pytest.importorskip("wandb", reason="W&B is not installed")
 
@@ -265,55 +266,6 @@ def test_run_that_is_not_the_checkpoint_s_is_refused(trainer, tmp_path):
     ):
         with pytest.raises(ValueError, match="run must be the one.*'other'"):
             other.set_state(state)
-
-
-def test_run_that_was_handed_in_is_left_running(trainer, tmp_path):
-    run = wandb.init(mode="offline", dir=tmp_path, settings=QUIET)
-    run.config["backend"] = "mine"
-    logger = WandbLogger(run=run)
-    fit(trainer, logger)
-    assert logger.run is run
-    run.log({"after": 1})
-    run.finish()
-    (only,) = written_runs(tmp_path)
-    assert positions(only.history, "loss")
-    assert only.history[-1]["after"] == 1
-    assert only.config["backend"] == "mine"
-    assert only.config["accumulation"]["steps"] == 2
-
-
-@pytest.mark.parametrize("options", [{}, {"project": "another"}])
-def test_run_that_was_active_is_joined_and_left_running(
-    trainer, tmp_path, options, monkeypatch
-):
-    # In a notebook, W&B would end it.
-    monkeypatch.setattr("wandb.sdk.lib.ipython.in_notebook", lambda: True)
-    run = wandb.init(mode="offline", dir=tmp_path, settings=QUIET)
-    logger = WandbLogger(**options)
-    fit(trainer, logger)
-    assert logger.run is run
-    run.log({"after": 1})
-    run.finish()
-    (only,) = written_runs(tmp_path)
-    assert positions(only.history, "loss")
-    assert only.history[-1]["after"] == 1
-
-
-def test_run_that_is_disabled_and_active_is_left_so(trainer, tmp_path):
-    with wandb.init(mode="disabled", dir=tmp_path) as run:
-        for _ in range(2):
-            logger = WandbLogger("another", dir=tmp_path)
-            fit(trainer, logger)
-            assert logger.run is run
-            assert wandb.run is run
-    assert not written_runs(tmp_path)
-
-
-def test_new_run_beside_an_active_one_can_be_had(trainer, tmp_path):
-    with wandb.init(mode="offline", dir=tmp_path / "theirs", settings=QUIET):
-        fit(trainer, make_logger(tmp_path / "ours", reinit="create_new"))
-    (ours,) = written_runs(tmp_path / "ours")
-    assert positions(ours.history, "loss")
 
 
 def test_checkpoints_are_sent_as_artifacts(tmp_path):
