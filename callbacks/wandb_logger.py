@@ -246,7 +246,7 @@ class WandbLogger(Tracker):
                 f"directory={str(directory)!r} outside of it. Use the W&B run "
                 "itself there."
             )
-        self._send(self._wandb.log_directory, directory, self._last_updates)
+        self._send(self._wandb.log_directory, directory, self._updates_made())
 
     def send_what_is_due(self) -> None:
         """Send the points of earlier updates, and wait until W&B has them."""
@@ -311,10 +311,14 @@ class WandbLogger(Tracker):
 
     def _send_new_checkpoints(self, *, is_last: bool) -> None:
         """Send what was saved last, as soon as it has been written."""
-        new = self._sent_checkpoints.new(self._last_updates, is_last=is_last)
+        new = self._sent_checkpoints.new(self._updates_made, is_last=is_last)
         for checkpoint in new:
             self._send(self._wandb.log_checkpoint, *checkpoint)
             self._background.hurry()  # it may be removed soon
+
+    def _updates_made(self) -> int:
+        made: int = self.trainer.progress.updates
+        return made
 
     def _send_plan_if_changed(self) -> None:
         """Say what has been measured since the run was started."""
