@@ -169,17 +169,19 @@ class Fail(Callback):
 
 
 def test_best_is_what_it_was_before_a_resume(tmp_path):
-    logger = make_logger(tmp_path)
-
-    class Restore(Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            better = {"best": {"val_loss": -1.0}}
-            logger.set_state(logger.get_state() | better)
-
-    fit(make_trainer(), logger, Restore(), validation_data=(X, Y))
-    (run,) = written_runs(tmp_path)
-    assert "best_val_mae" in run.summary
-    assert "best_val_loss" not in run.summary
+    for epochs, y in ((1, Y), (2, Y + 100)):
+        fit(
+            make_trainer(),
+            Checkpoint(tmp_path / "saved"),
+            make_logger(tmp_path),
+            validation_data=(X, y),
+            epochs=epochs,
+            resume_from="auto",
+        )
+    first, second = written_runs(tmp_path)
+    assert first.summary["best_val_loss_updates"] == 6
+    assert positions(second.history, "val_loss") == [12]
+    assert "best_val_loss" not in second.summary
 
 
 def test_resume_continues_the_run_and_sends_no_point_twice(tmp_path):
