@@ -1,7 +1,7 @@
 """Which checkpoints W&B has yet to get, and under which aliases."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ class SentCheckpoints:
         self._latest, self._best = self._find_latest(), self._find_best()
 
     def new(
-        self, updates: int, *, is_last: bool
+        self, count_updates: Callable[[], int], *, is_last: bool
     ) -> Iterator[tuple[Any, int, list[str]]]:
         """Yield what is to be sent: directory, updates and aliases.
 
@@ -34,7 +34,8 @@ class SentCheckpoints:
         stores no file twice.
 
         Args:
-            updates: those of a checkpoint whose name does not tell.
+            count_updates: function that returns the updates made, those of a
+                checkpoint whose name does not tell.
             is_last: whether training has ended, and the last one may have
                 been judged since it was written.
         """
@@ -50,7 +51,7 @@ class SentCheckpoints:
         self._latest, self._best = latest, best
         for directory, names in aliases.items():
             named = NUMBER_OF_UPDATES.search(Path(directory).name)
-            made = int(named[1]) if named else updates
+            made = int(named[1]) if named else count_updates()
             yield directory, made, [*names, f"u{made}"]
 
     def _find_latest(self) -> Any:

@@ -31,6 +31,11 @@ UNREACHABLE = (
     "W&B could not be reached ({reason}). Training goes on, and the run is "
     "kept in {folder}. Upload it with: wandb sync --id {run_id} {folder}"
 )
+DISABLED = (
+    "The active run of W&B is disabled, and takes nothing that WandbLogger "
+    "sends. Give WandbLogger a mode, as in mode='online', or end that run "
+    "before: wandb.finish(). `with wandb.init(mode='disabled')` does not."
+)
 UNFINISHED = (
     "W&B did not finish within close_secs={secs:g} seconds. Its own folder "
     "holds what it has taken; see: wandb sync --help"
@@ -77,7 +82,8 @@ class WandbLogger(Tracker):
 
     A run that was started here is finished when training ends; a second
     `fit` of the same Trainer continues it. A run that was handed in, or was
-    active already, is left running. After a resume the same run goes on, and
+    active already, is left running; one that is disabled is joined too, with a
+    warning, unless `mode` is given. After a resume the same run goes on, and
     points that it has already are not sent again.
 
     Needs W&B: `pip install 'accumtrainer[wandb]'`.
@@ -240,7 +246,7 @@ class WandbLogger(Tracker):
                 f"directory={str(directory)!r} outside of it. Use the W&B run "
                 "itself there."
             )
-        self._send(self._wandb.log_directory, directory, self._last_updates)
+        self._send(self._wandb.log_directory, directory, self._updates_made())
 
     def send_what_is_due(self) -> None:
         """Send the points of earlier updates, and wait until W&B has them."""
@@ -305,10 +311,14 @@ class WandbLogger(Tracker):
 
     def _send_new_checkpoints(self, *, is_last: bool) -> None:
         """Send what was saved last, as soon as it has been written."""
-        new = self._sent_checkpoints.new(self._last_updates, is_last=is_last)
+        new = self._sent_checkpoints.new(self._updates_made, is_last=is_last)
         for checkpoint in new:
             self._send(self._wandb.log_checkpoint, *checkpoint)
             self._background.hurry()  # it may be removed soon
+
+    def _updates_made(self) -> int:
+        made: int = self.trainer.progress.updates
+        return made
 
     def _send_plan_if_changed(self) -> None:
         """Say what has been measured since the run was started."""
@@ -326,6 +336,8 @@ class WandbLogger(Tracker):
                     run_id=self._run_id or self._wandb.run.id,
                 )
             )
+        elif self._wandb.is_silenced:
+            self._warn_once(DISABLED)
         else:
             super()._warn_of_failures(background)
 

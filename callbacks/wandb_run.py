@@ -1,6 +1,7 @@
 """The W&B side of a training: one run, used by one thread."""
 
 import json
+import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,8 @@ class WandbRun:
     Attributes:
         run: the run, `None` before there is one.
         trouble: why the run is kept on disk instead of sent, or `None`.
+        is_silenced: whether an active run that is disabled takes what nobody
+            wanted disabled here.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class WandbRun:
     ):
         self.run = run
         self.trouble: str | None = None
+        self.is_silenced = False
         self._is_ours = run is None
         self._options = options
         self._count_updates = count_updates
@@ -178,8 +182,11 @@ class WandbRun:
         wandb = import_wandb()
         active = wandb.run
         joining = _joining(active, self._options)
-        if joining and active.disabled:
+        mode = _asked(self._options, "mode")
+        if joining and active.disabled and mode in (None, "disabled"):
             self._is_ours = False
+            mode = mode or os.environ.get("WANDB_MODE")
+            self.is_silenced = mode != "disabled"
             return active  # `wandb.init` would make another one
         try:
             run = wandb.init(**joining | self._options)
@@ -248,10 +255,16 @@ def _joining(active: Any, options: dict[str, Any]) -> dict[str, Any]:
     In a notebook it would end that run, and where nobody is logged in it asks
     for a key, though the run is offline. Who says `reinit` has his way.
     """
-    settings = options.get("settings") or {}
-    settings = settings if isinstance(settings, dict) else vars(settings)
-    reinit = options.get("reinit") or settings.get("reinit") or "default"
+    reinit = _asked(options, "reinit") or "default"
     if active is None or reinit != "default":
         return {}
     joining = {"reinit": "return_previous"}
     return joining | ({"mode": "offline"} if active.offline else {})
+
+
+def _asked(options: dict[str, Any], name: str) -> Any:
+    """Return what the user's options or settings say, `None` if neither."""
+    settings = options.get("settings") or {}
+    if not isinstance(settings, dict):
+        settings = settings.model_dump(include=settings.model_fields_set)
+    return options.get(name) or settings.get(name)

@@ -4,6 +4,7 @@ A server of W&B is not to be had in a test. What a run would send to it is
 read from its records, and downloading is played by copying those files.
 """
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -166,6 +167,51 @@ def test_download_asks_wandb_for_a_model(monkeypatch, tmp_path):
     monkeypatch.setattr(wandb, "Api", Api)
     wandb_artifacts._download("e/p/n:best", str(tmp_path))
     assert asked == [("e/p/n:best", "model"), str(tmp_path)]
+
+
+class SaveElsewhere(Callback):
+    """Saves after the third update, under a name that does not tell it."""
+
+    last_saved = None
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2:
+            self.folder.mkdir()
+            (self.folder / "weights").write_bytes(b"1")
+            self.last_saved = self.folder
+
+
+def test_checkpoint_of_any_name_has_the_updates_made(tmp_path):
+    saver = SaveElsewhere(tmp_path / "saved")
+    logger = make_logger(tmp_path / "runs", log_checkpoints=saver)
+    fit(make_trainer(), saver, logger)
+    (run,) = written_runs(tmp_path)
+    (sent,) = saved(run)
+    # No point was sent before: the first one is of the sixth update.
+    assert set(sent.aliases) == {"latest", "u3"}
+    assert json.loads(sent.metadata) == {"updates": 3}
+
+
+def test_directory_that_is_uploaded_has_the_updates_made(tmp_path):
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "words.txt").write_text("some")
+
+    class Upload(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 3:
+                logger.upload(tmp_path / "saved")
+
+    logger = make_logger(tmp_path)
+    fit(make_trainer(), Upload(), logger)
+    (run,) = written_runs(tmp_path)
+    (sent,) = saved(run)
+    assert set(sent.aliases) == {"latest", "u4"}
+    assert json.loads(sent.metadata) == {"updates": 4}
+    assert [file.path for file in sent.manifest.contents] == ["words.txt"]
 
 
 def test_checkpoint_of_an_earlier_training_is_not_sent_again(tmp_path):

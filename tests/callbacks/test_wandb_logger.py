@@ -23,9 +23,10 @@ from accumtrainer import Accumulation, Callback, Every
 from accumtrainer.callbacks import Checkpoint, KeepGradients, WandbLogger
 from accumtrainer.keras_api import BACKEND, keras
 
-# Not divided among backends: the test of a disabled run leaves W&B so until a
-# run that says otherwise begins, which is in the test after it.
-pytestmark = pytest.mark.usefixtures("without_xla", "away_from_wandb")
+pytestmark = [
+    pytest.mark.any_backend,
+    pytest.mark.usefixtures("without_xla", "away_from_wandb"),
+]
 
 wandb = pytest.importorskip("wandb", reason="W&B is not installed")
 
@@ -168,17 +169,19 @@ class Fail(Callback):
 
 
 def test_best_is_what_it_was_before_a_resume(tmp_path):
-    logger = make_logger(tmp_path)
-
-    class Restore(Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            better = {"best": {"val_loss": -1.0}}
-            logger.set_state(logger.get_state() | better)
-
-    fit(make_trainer(), logger, Restore(), validation_data=(X, Y))
-    (run,) = written_runs(tmp_path)
-    assert "best_val_mae" in run.summary
-    assert "best_val_loss" not in run.summary
+    for epochs, y in ((1, Y), (2, Y + 100)):
+        fit(
+            make_trainer(),
+            Checkpoint(tmp_path / "saved"),
+            make_logger(tmp_path),
+            validation_data=(X, y),
+            epochs=epochs,
+            resume_from="auto",
+        )
+    first, second = written_runs(tmp_path)
+    assert first.summary["best_val_loss_updates"] == 6
+    assert positions(second.history, "val_loss") == [12]
+    assert "best_val_loss" not in second.summary
 
 
 def test_resume_continues_the_run_and_sends_no_point_twice(tmp_path):
@@ -265,55 +268,6 @@ def test_run_that_is_not_the_checkpoint_s_is_refused(trainer, tmp_path):
     ):
         with pytest.raises(ValueError, match="run must be the one.*'other'"):
             other.set_state(state)
-
-
-def test_run_that_was_handed_in_is_left_running(trainer, tmp_path):
-    run = wandb.init(mode="offline", dir=tmp_path, settings=QUIET)
-    run.config["backend"] = "mine"
-    logger = WandbLogger(run=run)
-    fit(trainer, logger)
-    assert logger.run is run
-    run.log({"after": 1})
-    run.finish()
-    (only,) = written_runs(tmp_path)
-    assert positions(only.history, "loss")
-    assert only.history[-1]["after"] == 1
-    assert only.config["backend"] == "mine"
-    assert only.config["accumulation"]["steps"] == 2
-
-
-@pytest.mark.parametrize("options", [{}, {"project": "another"}])
-def test_run_that_was_active_is_joined_and_left_running(
-    trainer, tmp_path, options, monkeypatch
-):
-    # In a notebook, W&B would end it.
-    monkeypatch.setattr("wandb.sdk.lib.ipython.in_notebook", lambda: True)
-    run = wandb.init(mode="offline", dir=tmp_path, settings=QUIET)
-    logger = WandbLogger(**options)
-    fit(trainer, logger)
-    assert logger.run is run
-    run.log({"after": 1})
-    run.finish()
-    (only,) = written_runs(tmp_path)
-    assert positions(only.history, "loss")
-    assert only.history[-1]["after"] == 1
-
-
-def test_run_that_is_disabled_and_active_is_left_so(trainer, tmp_path):
-    with wandb.init(mode="disabled", dir=tmp_path) as run:
-        for _ in range(2):
-            logger = WandbLogger("another", dir=tmp_path)
-            fit(trainer, logger)
-            assert logger.run is run
-            assert wandb.run is run
-    assert not written_runs(tmp_path)
-
-
-def test_new_run_beside_an_active_one_can_be_had(trainer, tmp_path):
-    with wandb.init(mode="offline", dir=tmp_path / "theirs", settings=QUIET):
-        fit(trainer, make_logger(tmp_path / "ours", reinit="create_new"))
-    (ours,) = written_runs(tmp_path / "ours")
-    assert positions(ours.history, "loss")
 
 
 def test_checkpoints_are_sent_as_artifacts(tmp_path):

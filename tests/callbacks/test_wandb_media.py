@@ -62,7 +62,12 @@ class Show(Callback):
 def shown(tmp_path_factory):
     """Give the run of a training whose callback shows things."""
     folder = tmp_path_factory.mktemp("shown")
-    logger = make_logger(folder, every=Every(2, "updates"))
+    logger = make_logger(
+        folder,
+        every=Every(2, "updates"),
+        watch="weights",
+        watch_every=Every(2, "updates"),
+    )
     fit(make_trainer(Kept), Show(), logger)
     (run,) = written_runs(folder)
     return run
@@ -74,6 +79,10 @@ def test_media_stand_at_the_updates_made_when_they_were_logged(shown):
     updates = [row["updates"] for row in shown.history]
     assert updates == sorted(updates)
     assert positions(shown.history, "loss") == [2, 4, 6]
+
+
+def test_media_and_histograms_keep_the_moments_they_were_made_at(shown):
+    assert shown.moments == sorted(shown.moments)
 
 
 def test_image_is_the_pixels_that_were_logged(shown):
