@@ -117,6 +117,8 @@ BARE_LOSS = (
     "scalar from {origins}. {shown}{remedy}."
 )
 
+REDUCED_LOSS = "the loss {loss!r}, whose values are not one per example"
+
 WRONG_DENOMINATOR = (
     "{stated} must be what a bare scalar was averaged over. Received: one from "
     "{origin}, which {shown}, as a trial with some of the data shows: updates "

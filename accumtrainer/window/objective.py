@@ -131,10 +131,6 @@ class Objective:
         if self.expected is None and isinstance(returned, dict):
             _warn_of_unread(self._model, returned)
 
-    def expects_as_many(self, losses: list[WeightedLoss]) -> bool:
-        """Whether losses are as many as were expected."""
-        return self.expected is None or len(self.expected) == len(losses)
-
     def check(self, losses: list[WeightedLoss]) -> None:
         """Refuse losses other than what windows were made to add up.
 

@@ -349,12 +349,8 @@ class Passes:
         with collect_logs(self._hooks):
             batch = self._hooks.on_micro_batch(batch, info)
         with collect_logs(self._hooks):
-            measured = measure(batch, replace(info, training=False))
-        if not self.objective.expects_as_many(measured.losses):
-            # Layers may add a loss in training only.
-            with collect_logs(self._hooks):
-                measured = measure(batch, info)
-            self.objective.check(measured.losses)
+            measured = measure(batch, info)
+        self.objective.check(measured.losses)
         return measured.denominators()
 
     # Gradient caching, for a loss that couples the examples of a window.

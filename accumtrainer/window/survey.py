@@ -17,7 +17,7 @@ from accumtrainer.window.hooks import (
     collect_logs,
     context_of,
 )
-from accumtrainer.window.losses import WeightedLoss
+from accumtrainer.window.losses import WeightedLoss, examining_losses
 from accumtrainer.window.objective import (
     idle_metrics,
     is_random_state,
@@ -121,7 +121,7 @@ def take_survey(parts: WindowParts, passes: Passes, batch: Batch) -> Survey:
         )
         changed = hooks.on_micro_batch(batch, info)
         check_batch(batch, changed)
-        with passes.layers_in_window(info.index):
+        with passes.layers_in_window(info.index), examining_losses():
             measured = passes.objective.measure(changed, info)
         zeros = passes.gradients.zeros()
         loss = ops.zeros((), "float32")

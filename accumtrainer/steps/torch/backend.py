@@ -20,6 +20,7 @@ from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
 from accumtrainer.steps.backend import Backend, HasVariables
 from accumtrainer.steps.memory import Backup
 from accumtrainer.steps.torch import memory
+from accumtrainer.steps.torch.attributes import attributes_put_back
 from accumtrainer.steps.torch.gradients import (
     gradients,
     gradients_of_rows,
@@ -142,7 +143,12 @@ class TorchBackend(Backend):
     def _recording(self) -> Iterator[None]:
         self._is_recording = True
         try:
-            with recorded_draws(), _unchanged_buffers(self._model):
+            layers = [] if self._model is None else flatten_layers(self._model)
+            with (
+                recorded_draws(),
+                _unchanged_buffers(self._model),
+                attributes_put_back(layers),
+            ):
                 yield
         finally:
             self._is_recording = False

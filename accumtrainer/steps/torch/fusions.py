@@ -67,7 +67,7 @@ def _add_gradient(
         made = made.args[0]
     if node.kwargs or not _is_read_once(made):
         return
-    if changed.intersection(made.all_input_nodes):
+    if changed & memory_of(made.all_input_nodes):
         return
     with graph.inserting_before(_place_of(made, node)):
         if made.target is aten.embedding_dense_backward.default:

@@ -31,21 +31,43 @@ def gradients(
     given = list(zip(variables, leaves[:count], strict=True))
     with torch.enable_grad(), Pending(None, given) as scope:
         total, nest = objective(*leaves[count:])
-    found: Sequence[Tensor | None] = [None] * len(leaves)
+    found: list[Tensor | None] = [None] * len(leaves)
     if total.requires_grad:
+        places = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
+        wanted = [leaves[i] for i in places]
         # What is rematerialized runs again, and finds what it has found.
         with Repeating(None, given):
-            found = torch.autograd.grad(total, leaves, allow_unused=True)
+            by = torch.autograd.grad(total, wanted, allow_unused=True)
+        for place, gradient in zip(places, by, strict=True):
+            found[place] = gradient
     scope.assign()
-    return tree.map_structure(_detached, nest), list(found)
+    return tree.map_structure(_detached, nest), found
+
+
+HOOKS = "_backward_hooks"
+"""Where a tensor keeps what changes its gradient; PyTorch lists it nowhere."""
+
+
+def how_differentiated(value: Tensor) -> tuple:
+    """Say whether there is a gradient by a parameter, and what changes it."""
+    return value.requires_grad, *(getattr(value, HOOKS) or ())
 
 
 def _leaf(variable: Variable, value: Tensor) -> Tensor:
-    """Return a tensor by which to differentiate, of a variable's value."""
-    parameter = innermost().parameter(variable)
-    if parameter is not None and parameter.requires_grad:
+    """Return a tensor by which to differentiate, of a variable's value.
+
+    Of a parameter that PyTorch has frozen there is no gradient.
+    """
+    scope = innermost()
+    parameter = scope.parameter(variable)
+    if parameter is not None:
         return parameter
-    return value.detach().requires_grad_()
+    leaf, original = value.detach(), scope.original(variable)
+    if original is None or original.requires_grad:
+        leaf.requires_grad_()
+        for hook in (getattr(original, HOOKS, None) or {}).values():
+            leaf.register_hook(hook)
+    return leaf
 
 
 def gradients_of_rows(
@@ -74,7 +96,13 @@ def gradients_of_rows(
     split = len(results) - len(written)
     for variable, value in zip(written, results[split:], strict=True):
         variable.assign(value)
-    return optree.tree_unflatten(structure, results[:split]), list(found)
+    originals = [innermost().original(variable) for variable in variables]
+    by = [
+        None if original is not None and not original.requires_grad else one
+        for original, one in zip(originals, found[:count], strict=True)
+    ]
+    nest = optree.tree_unflatten(structure, results[:split])
+    return nest, [*by, *found[count:]]
 
 
 def map_rows(function: Callable[[Nest], Nest], stacked: Nest) -> Nest:

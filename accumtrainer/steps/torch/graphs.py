@@ -22,8 +22,13 @@ from accumtrainer.steps.torch.constants import (
 from accumtrainer.steps.torch.fusions import changed_by, fuse, memory_of
 from accumtrainer.steps.torch.marks import IF, MARK
 from accumtrainer.steps.torch.normalization import normalize
-from accumtrainer.steps.torch.shapes import name_of, simplify
+from accumtrainer.steps.torch.schemas import (
+    can_run_again,
+    returns_its_first,
+)
+from accumtrainer.steps.torch.shapes import simplify
 from accumtrainer.steps.torch.source import Row, compiled, emitted
+from accumtrainer.steps.torch.unseen import OnlyWhatIsSeen
 
 aten = torch.ops.aten
 
@@ -48,7 +53,11 @@ class Graph:
         *,
         compiles: bool,
     ):
-        module = make_fx(function, tracing_mode="fake")(tensors)
+        with OnlyWhatIsSeen():
+            module = make_fx(function, tracing_mode="fake")(tensors)
+        for node in module.graph.nodes:
+            if not can_run_again(node.target):
+                raise ValueError(f"{node.target} is not recorded")
         _tidy(module)
         *nodes, output = module.graph.nodes
         places = [n for n in nodes if n.op == "placeholder"]
@@ -198,7 +207,7 @@ def _tidy(module: fx.GraphModule) -> None:
         elif target in ALIASES:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif _changes_first(target):
+        elif returns_its_first(target):
             # What it returns is what it was given.
             node.replace_all_uses_with(node.args[0])
     # What is changed, and what it may be a view of.
@@ -212,7 +221,8 @@ def _tidy(module: fx.GraphModule) -> None:
             same = None
             if node not in needed:  # whose memory is its own
                 same = _copied_by(node, needed) or same_as(module, node)
-            if same is not None and not changed & memory_of([same]):
+            read = [same, *node.all_input_nodes] if same else []
+            if same is not None and not changed & memory_of(read):
                 node.replace_all_uses_with(same)
                 graph.erase_node(node)
             else:
@@ -221,11 +231,6 @@ def _tidy(module: fx.GraphModule) -> None:
     simplify(module, changed)
     normalize(graph, changed)
     fuse(graph, changed)
-
-
-def _changes_first(target: Any) -> bool:
-    name = name_of(target)
-    return name.endswith("_") and not name.startswith("_foreach")
 
 
 def _copied_by(node: fx.Node, needed: set[fx.Node]) -> fx.Node | None:

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from accumtrainer.steps.torch.fusions import memory_of
+from accumtrainer.steps.torch.fusions import changed_by, memory_of
 from accumtrainer.steps.torch.marks import MARK
 from accumtrainer.steps.torch.shapes import name_of
 
@@ -149,7 +149,7 @@ class _Operations:
         """List what changes values between two operations, and branches."""
         node = first
         while node is not last:
-            if node.target is MARK or name_of(node.target).endswith("_"):
+            if node.target is MARK or changed_by([node]):
                 yield node
             node = node.next
 

@@ -13,6 +13,7 @@ import torch
 from accumtrainer import errors
 from accumtrainer.keras_api.types import Nest, Tensor, Variable
 from accumtrainer.steps.backend import HasVariables
+from accumtrainer.steps.torch.gradients import how_differentiated
 from accumtrainer.steps.torch.graphs import Graph
 from accumtrainer.steps.torch.scopes import Memory, Pending
 from accumtrainer.steps.torch.source import describe
@@ -38,6 +39,7 @@ class Holder:
         self._program = program
         self._begin = begin
         self._memory: Memory | None = None
+        self._state: list[tuple] = []
         self.variables: Sequence[Variable] = ()
 
     @property
@@ -45,8 +47,9 @@ class Holder:
         """The memory of the variables as they are now."""
         if self._memory is None:
             variables = self._program.all_variables
-            if list(map(id, variables)) != list(map(id, self.variables)):
-                self.variables = variables
+            state = [(id(v), *how_differentiated(v.value)) for v in variables]
+            if state != self._state:
+                self._state, self.variables = state, list(variables)
                 self._begin(variables)
             self._memory = Memory(variables)
         return self._memory
@@ -99,6 +102,8 @@ class Program:
             result = optree.tree_map(functools.partial(_own, memory), result)
         for variable, value in scope.write():
             variable.assign(value)
+        # A layer may have given a parameter other memory.
+        self._holder.forget()
         return result
 
     def _find(self, leaves: list[Tensor], treedef: Any) -> "Recording | None":

@@ -3,11 +3,16 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 SCHEMA = "_schema"
 """Where an operation describes its arguments; PyTorch does so nowhere else."""
 
 RUNNING = ("running_mean", "running_var")
 """Arguments of `native_batch_norm` that it changes, and does not say so."""
+
+BY_GRADIENTS = {"mkldnn_rnn_layer"}
+"""Operations that make less where no gradients are computed around them."""
 
 SAY_NOTHING = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 
@@ -26,7 +31,7 @@ def arguments_changed_by(
     if schema is None:
         return []
     found = []
-    says_nothing = operation.overloadpacket.__name__ in SAY_NOTHING
+    says_nothing = _name_of(operation) in SAY_NOTHING
     for position, argument in enumerate(schema.arguments):
         alias = argument.alias_info
         is_running = says_nothing and argument.name in RUNNING
@@ -37,14 +42,45 @@ def arguments_changed_by(
     return found
 
 
+def returns_its_first(operation: Any) -> bool:
+    """Whether an operation returns its first argument, which it changes.
+
+    A name tells nothing: `__lshift__` changes nothing, `out=` another one.
+    """
+    schema = getattr(operation, SCHEMA, None)
+    if schema is None or len(schema.returns) != 1 or not schema.arguments:
+        return False
+    returned = schema.returns[0].alias_info
+    first = schema.arguments[0].alias_info
+    if returned is None or first is None or not first.is_write:
+        return False
+    return bool(returned.before_set & first.before_set)
+
+
+def can_run_again(operation: Any) -> bool:
+    """Whether an operation does the same in a row of recorded ones.
+
+    Not where it gives its argument another shape, which others have by now.
+    """
+    is_alike = torch.Tag.inplace_view not in getattr(operation, "tags", ())
+    return is_alike and _name_of(operation) not in BY_GRADIENTS
+
+
 def takes_only_what_builtins_take(operation: Any) -> bool:
     """Whether PyTorch's own function takes the same arguments.
 
-    None takes a list in which tensors are missing, as an index has it, and
-    those that reduce a loss have another default.
+    None takes a list in which tensors are missing, as an index has it, or the
+    names of several results to be filled; those that reduce a loss have another
+    default.
     """
     return not any(
         argument.name == "reduction"
+        or (argument.is_out and argument.name != "out")
         or str(argument.type) == "List[Optional[Tensor]]"
         for argument in getattr(operation, SCHEMA).arguments
     )
+
+
+def _name_of(operation: Any) -> str:
+    packet = getattr(operation, "overloadpacket", None)
+    return getattr(packet, "__name__", "")

@@ -34,12 +34,9 @@ class Memory:
     ):
         self._is_recording = tensors is not None
         self.missing: dict[int, Variable] = {}
-        self._parameters: dict[int, Tensor] = {}
+        values = [variable.value for variable in variables]
+        self._parameters = dict(zip(map(id, variables), values, strict=True))
         if tensors is None:
-            values = [variable.value for variable in variables]
-            self._parameters = dict(
-                zip(map(id, variables), values, strict=True)
-            )
             tensors = (value.detach() for value in values)
         self._tensors = dict(zip(map(id, variables), tensors, strict=True))
         self.tensors = list(self._tensors.values())
@@ -59,6 +56,10 @@ class Memory:
 
         A module of PyTorch computes with it, whatever values scopes give.
         """
+        return None if self._is_recording else self.original(variable)
+
+    def original(self, variable: Variable) -> Tensor | None:
+        """Return the same, also while something else is recorded for it."""
         return self._parameters.get(id(variable))
 
     def holds(self, tensor: Tensor) -> bool:
@@ -145,6 +146,13 @@ class Pending(keras.StatelessScope):
         if not isinstance(before, (Memory, Pending)):
             return None
         return before.parameter(variable)
+
+    def original(self, variable: Variable) -> Tensor | None:
+        """Return the parameter that a variable is, whatever is assigned."""
+        before = self._before
+        if not isinstance(before, (Memory, Pending)):
+            return None
+        return before.original(variable)
 
     def updates(self) -> Iterator[tuple[Variable, Tensor]]:
         """List the variables that were assigned, and their new values."""

@@ -83,6 +83,9 @@ class _Rewriter:
         graph: of operations.
         changed: values that operations change in place. They stay where they
             are, and so does what may be a view of them, or reads them.
+
+    Attributes:
+        fixed: what reads them, and can be made nowhere else.
     """
 
     def __init__(self, graph: fx.Graph, changed: set[fx.Node]):
@@ -90,6 +93,7 @@ class _Rewriter:
         self._places = {node: i for i, node in enumerate(graph.nodes)}
         self._place = 0
         self._unsafe = set(changed)
+        self.fixed: set[fx.Node] = set()
         self._known: list[dict[str, fx.Node]] = [{}]
 
     def rewrite(self, node: fx.Node, rules: "Rules") -> None:
@@ -98,6 +102,7 @@ class _Rewriter:
         if node.target is MARK:
             self._enter(node.args[1])
         if any(i in self._unsafe for i in node.all_input_nodes):
+            self.fixed.add(node)
             if is_view(node):
                 self._unsafe.add(node)
             return
@@ -140,6 +145,16 @@ class _Rewriter:
         if list(_shape(node)) == list(shape):
             return node
         return self.call(aten.reshape.default, node, list(shape))
+
+    def uncopied(self, node: fx.Node) -> fx.Node:
+        """Return what was copied for the sake of how it lies in memory."""
+        while (
+            node.target is aten.clone.default
+            and "memory_format" in node.kwargs
+            and node not in self.fixed
+        ):
+            node = node.args[0]
+        return node
 
     def call(self, target: Callable, *args: Any, **options: Any) -> fx.Node:
         """Add an operation, or find it."""
@@ -194,7 +209,8 @@ def _multiply(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
 
 def _copy(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
     """Leave out a copy of what lies as it shall already."""
-    source, layout = _uncopied(node.args[0]), node.kwargs.get("memory_format")
+    source = rewriter.uncopied(node.args[0])
+    layout = node.kwargs.get("memory_format")
     if source.op != "call_function" or layout is None:
         return node
     if layout is not torch.preserve_format:
@@ -207,17 +223,10 @@ def _copy(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
 
 def _pool(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
     """Pool where channels lie together, if they do, which is faster."""
-    arguments = fx.node.map_arg(node.args, _uncopied)
+    arguments = fx.node.map_arg(node.args, rewriter.uncopied)
     image = arguments[POOLS[node.target]]
     if _value(image).is_contiguous(memory_format=torch.channels_last):
         node.args = arguments
-    return node
-
-
-def _uncopied(node: fx.Node) -> fx.Node:
-    """Return what was copied for the sake of how it lies in memory."""
-    while node.target is aten.clone.default and "memory_format" in node.kwargs:
-        node = node.args[0]
     return node
 
 
@@ -234,6 +243,8 @@ def _add(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
         product = product.args[0]
         is_read_once = is_read_once and len(product.users) == 1
     if product.target is not aten.mm.default or not is_read_once:
+        return node
+    if product in rewriter.fixed:
         return node
     columns = _shape(product)[1]
     is_row = _shape(node)[-len(shape) :] == shape and shape.numel() == columns

@@ -13,6 +13,7 @@ from torch import fx
 
 from accumtrainer import errors
 from accumtrainer.keras_api.types import Tensor
+from accumtrainer.steps.torch.fusions import memory_of
 from accumtrainer.steps.torch.schemas import takes_only_what_builtins_take
 
 aten = torch.ops.aten
@@ -143,9 +144,16 @@ def _belongs(node: fx.Node, group: list[fx.Node]) -> bool:
     first = group[0]
     if node.target is not first.target or node.kwargs or first.kwargs:
         return False
-    if node.target in IN_LISTS:
-        return all(isinstance(a, fx.Node) for a in (*node.args, *first.args))
-    return False
+    if node.target not in IN_LISTS:
+        return False
+    if not all(isinstance(a, fx.Node) for a in (*node.args, *first.args)):
+        return False
+    # A list is gone through in any order, and none may be in it twice.
+    changed = memory_of(n.args[0] for n in group)
+    read = memory_of(a for n in group for a in n.args)
+    return not (
+        changed & memory_of(node.args) or read & memory_of(node.args[:1])
+    )
 
 
 def quickest(operation: Any) -> Callable[..., Any]:

@@ -10,9 +10,15 @@ from torch.utils import _python_dispatch
 from accumtrainer.keras_api.types import Tensor, Variable
 from accumtrainer.steps.torch.layouts import Kernels
 from accumtrainer.steps.torch.schemas import SCHEMA, arguments_changed_by
+from accumtrainer.steps.torch.unseen import Telling
+
+aten = torch.ops.aten
 
 TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 """What PyTorch says of operations that tell numbers, or sizes made of them."""
+
+UNTAGGED = {"_pack_padded_sequence", "_to_sparse", "to_sparse"}
+"""Such operations of which it does not say so."""
 
 
 class Trial(_python_dispatch.TorchDispatchMode):
@@ -34,6 +40,7 @@ class Trial(_python_dispatch.TorchDispatchMode):
         super().__init__()
         self.operations: set[str] = set()
         self.fixes_sizes = True
+        self._host = Telling()
         self.kernels = Kernels(variables)
         self._made: set[int] = set()
         self._kept: dict[int, tuple[Any, Any]] = {}
@@ -58,8 +65,15 @@ class Trial(_python_dispatch.TorchDispatchMode):
             self._made |= {t.untyped_storage().data_ptr() for t in tensors}
         return result
 
+    def __enter__(self) -> "Trial":
+        self._host.__enter__()
+        super().__enter__()
+        return self
+
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._host.__exit__(*error)
+        self.fixes_sizes &= not self._host.tells
         for storage, before in self._kept.values():
             storage.copy_(before)
 
@@ -74,10 +88,11 @@ class Trial(_python_dispatch.TorchDispatchMode):
 
 def _reads_numbers(function: Any, args: Any) -> bool:
     """Whether the host learns numbers, or a size depends on them."""
-    if function.overloadpacket is torch.ops.aten.index:
+    if function.overloadpacket is aten.index:
         masks = (torch.bool, torch.uint8)
         return any(t.dtype in masks for t in _tensors_in(args[1]))
-    return not TAGS.isdisjoint(function.tags)
+    is_untagged = function.overloadpacket.__name__ in UNTAGGED
+    return is_untagged or not TAGS.isdisjoint(function.tags)
 
 
 def _tensors_in(nest: Any) -> Iterator[Tensor]:
