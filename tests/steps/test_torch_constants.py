@@ -115,6 +115,22 @@ def test_value_in_memory_that_is_changed_later_is_not_read_in_its_place():
     check(change, make(4), without=[], still=["where", "stack"])
 
 
+def test_stack_that_is_changed_before_it_is_taken_apart_is_read():
+    def double(tensors):
+        stacked = torch.stack([tensors[0].exp(), tensors[0].cos()])
+        stacked *= 2
+        return list(stacked.unbind())
+
+    def empty(tensors):
+        stacked = torch.stack([tensors[0].exp(), tensors[0].cos()])
+        parts = stacked.unbind()
+        stacked.view(-1)[:3] = 0
+        return [parts[0].sin(), parts[1].sin()]
+
+    for function in (double, empty):
+        check(function, make(3), without=[], still=["stack", "unbind"])
+
+
 def test_copy_of_a_given_value_that_is_changed_later_stays():
     def change(tensors):
         (x,) = tensors

@@ -13,6 +13,7 @@ import torch
 from recorded import agrees, make, names_of
 
 from accumtrainer import Trainer
+from accumtrainer.steps.torch import source
 
 aten = torch.ops.aten
 GRADIENT = "embedding_dense_backward"
@@ -94,6 +95,39 @@ def test_products_are_added_where_totals_are_read_in_between():
     tensors = make(3, 4), make(5, 3), make(5, 4)
     assert "addmm_" in names_of(read, *tensors)
     agrees(read, *tensors)
+
+
+def test_products_of_views_of_what_changes_are_added_apart():
+    def square(tensors):
+        total, x = tensors
+        turned = x.t()
+        product = turned @ turned
+        x.zero_()
+        total += product
+        return []
+
+    assert "addmm_" not in names_of(square, make(3, 3), make(3, 3))
+    agrees(square, make(3, 3), make(3, 3))
+
+
+def test_sums_that_need_each_other_are_no_list(monkeypatch):
+    def chained(tensors):
+        one, other, by = tensors
+        one += by
+        other += one
+        other += by
+        return []
+
+    written = []
+    line = source._Writer.line
+
+    def note(writer, group):
+        written.append([str(node.target) for node in group])
+        return line(writer, group)
+
+    monkeypatch.setattr(source._Writer, "line", note)
+    agrees(chained, make(3), make(3), make(3))
+    assert list(map(len, written)) == [1, 1, 1]
 
 
 def test_products_that_lie_or_are_read_otherwise_are_added_apart():

@@ -108,6 +108,43 @@ def test_what_changes_is_read_when_it_was(axes):
     agrees(function, make(3, 4), make(3, 4))
 
 
+def test_product_of_what_changes_later_is_made_before():
+    def function(tensors):
+        x, kernel, bias = tensors
+        product = x @ kernel
+        x -= x.mean()
+        return [product + bias]
+
+    agrees(function, make(2, 3), make(3, 4), make(4))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.contiguous(),
+        lambda x: torch.max_pool2d(x.contiguous(), 2),
+        lambda x: torch.nn.functional.avg_pool2d(x.contiguous(), 2),
+    ],
+    ids=["copy", "maximum", "average"],
+)
+def test_copy_of_what_changes_later_is_made_before(read):
+    def function(tensors):
+        x = tensors[0] * 1.5
+        lies_otherwise = x.contiguous(memory_format=torch.channels_last)
+        x.mul_(2.0)
+        return [read(lies_otherwise)]
+
+    agrees(function, make(2, 3, 4, 4))
+
+
+def test_operations_whose_names_end_like_those_in_place_are_run():
+    def function(tensors):
+        x = (tensors[0] * 8).long()
+        return [(x << 2) + (x >> 1), x]
+
+    agrees(function, make(2, 3))
+
+
 def test_a_part_that_changes_changes_the_whole():
     def function(tensors):
         (memory,) = tensors

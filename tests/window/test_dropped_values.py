@@ -76,6 +76,30 @@ def test_values_left_out_by_a_loss_do_not_count(run_eagerly):
     check(ours, expected)
 
 
+def known_by_the_host(y_true, y_pred):
+    places = np.flatnonzero(y_true.numpy() > -5)
+    return ops.square(y_true - y_pred)[places]
+
+
+def known_by_a_list(y_true, y_pred):
+    places = [i for i, (y,) in enumerate(y_true.tolist()) if y > -5]
+    return ops.square(y_true - y_pred)[places]
+
+
+def known_by_what_is_not_zero(y_true, y_pred):
+    places = ops.cast(y_true[:, 0] > -5, "int32").to_sparse().indices()[0]
+    return ops.square(y_true - y_pred)[places]
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="PyTorch tells the host alone.")
+@pytest.mark.parametrize(
+    "loss", [known_by_the_host, known_by_a_list, known_by_what_is_not_zero]
+)
+def test_values_left_out_by_what_the_host_has_read_do_not_count(loss):
+    expected = weights_by_keras(make_model(), loss)
+    check(weights_by_trainer(make_model(), loss), expected)
+
+
 def test_values_left_out_of_one_output_do_not_count():
     loss, y = [loss_of_the_known, "mse"], [Y, X[:, :1]]
     expected = weights_by_keras(make_model(2), loss, y=y)

@@ -56,7 +56,7 @@ def _put_back(
 def _holds_fakes(value: Any) -> bool:
     if isinstance(value, (list, tuple, dict)):
         # Plain ones, as Keras's own have no order that is known.
-        plain = dict(value) if isinstance(value, dict) else list(value)
+        plain: Any = dict(value) if isinstance(value, dict) else list(value)
         return any(map(_is_fake, optree.tree_leaves(plain)))
     return _is_fake(value)
 

@@ -11,8 +11,14 @@ SCHEMA = "_schema"
 RUNNING = ("running_mean", "running_var")
 """Arguments of `native_batch_norm` that it changes, and does not say so."""
 
-BY_GRADIENTS = {"mkldnn_rnn_layer"}
-"""Operations that make less where no gradients are computed around them."""
+SIZED_BY_NUMBERS = {"_pack_padded_sequence", "_to_sparse"}
+"""Operations whose results are as large as numbers say, without a tag of it."""
+
+NOT_ALIKE = {"mkldnn_rnn_layer", *SIZED_BY_NUMBERS}
+"""Operations that do not always make the same of tensors of the same shapes.
+
+The first makes less where no gradients are computed around it.
+"""
 
 SAY_NOTHING = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 
@@ -63,7 +69,7 @@ def can_run_again(operation: Any) -> bool:
     Not where it gives its argument another shape, which others have by now.
     """
     is_alike = torch.Tag.inplace_view not in getattr(operation, "tags", ())
-    return is_alike and _name_of(operation) not in BY_GRADIENTS
+    return is_alike and _name_of(operation) not in NOT_ALIKE
 
 
 def takes_only_what_builtins_take(operation: Any) -> bool:

@@ -49,6 +49,13 @@ class Memory:
             self.missing[id(variable)] = variable
             # What has no numbers while it is recorded will do.
             return ops.zeros(variable.shape, variable.dtype)
+        parameter = self.parameter(variable)
+        if known is None or parameter is None:
+            return known
+        if known.data_ptr() != parameter.data_ptr():
+            # A layer has given it other memory.
+            known = self._tensors[id(variable)] = parameter.detach()
+            self._storages.add(known.untyped_storage())
         return known
 
     def parameter(self, variable: Variable) -> Tensor | None:

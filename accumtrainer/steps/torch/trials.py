@@ -9,16 +9,17 @@ from torch.utils import _python_dispatch
 
 from accumtrainer.keras_api.types import Tensor, Variable
 from accumtrainer.steps.torch.layouts import Kernels
-from accumtrainer.steps.torch.schemas import SCHEMA, arguments_changed_by
+from accumtrainer.steps.torch.schemas import (
+    SCHEMA,
+    SIZED_BY_NUMBERS,
+    arguments_changed_by,
+)
 from accumtrainer.steps.torch.unseen import Telling
 
 aten = torch.ops.aten
 
 TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 """What PyTorch says of operations that tell numbers, or sizes made of them."""
-
-UNTAGGED = {"_pack_padded_sequence", "_to_sparse", "to_sparse"}
-"""Such operations of which it does not say so."""
 
 
 class Trial(_python_dispatch.TorchDispatchMode):
@@ -91,8 +92,8 @@ def _reads_numbers(function: Any, args: Any) -> bool:
     if function.overloadpacket is aten.index:
         masks = (torch.bool, torch.uint8)
         return any(t.dtype in masks for t in _tensors_in(args[1]))
-    is_untagged = function.overloadpacket.__name__ in UNTAGGED
-    return is_untagged or not TAGS.isdisjoint(function.tags)
+    is_sized = function.overloadpacket.__name__ in SIZED_BY_NUMBERS
+    return is_sized or not TAGS.isdisjoint(function.tags)
 
 
 def _tensors_in(nest: Any) -> Iterator[Tensor]:

@@ -13,7 +13,7 @@ TELLS = {
 }
 """What tells the host the numbers in a tensor."""
 
-SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+SET_DATA = Tensor.data.__set__
 """What gives a tensor other memory, by `tensor.data = `."""
 
 

@@ -1,0 +1,256 @@
+"""Claims about what is not recorded, as PyTorch sees no operation in it.
+
+A layer or loss does something with tensors that is none, or does something else
+each time. What cannot be recorded runs operation by operation.
+"""
+
+import numpy as np
+import pytest
+
+from accumtrainer import Accumulation, Trainer
+from accumtrainer.keras_api import BACKEND, keras, ops
+
+if BACKEND != "torch":
+    pytest.skip("is about PyTorch", allow_module_level=True)
+
+import torch
+
+from accumtrainer.steps.torch.programs import Program
+
+layers = keras.layers
+X = np.random.default_rng(0).normal(size=(12, 4)).astype("float32")
+Y = np.random.default_rng(1).normal(size=(12, 3)).astype("float32")
+
+
+leaves_variables_unused = pytest.mark.filterwarnings(
+    "ignore:Gradients do not exist"
+)
+
+
+class Own(layers.Layer):
+    """Computes a function of itself and its inputs."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(4, 4))
+
+    def call(self, inputs):
+        return self.function(self, inputs)
+
+
+def make_model(*more):
+    return keras.Sequential([keras.Input([4]), *more, layers.Dense(3)])
+
+
+def train(make, *, x=X, **options):
+    keras.utils.set_random_seed(3)
+    trainer = Trainer(
+        make(),
+        optimizer=keras.optimizers.SGD(0.1),
+        loss="mse",
+        accumulation=Accumulation(micro_batch_size=2),
+        **options,
+    )
+    trainer.fit(x, Y, batch_size=6, epochs=2, shuffle=False, verbose=0)
+    return trainer.model
+
+
+def train_plainly(make, x=X):
+    keras.utils.set_random_seed(3)
+    model = make()
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.fit(x, Y, batch_size=6, epochs=2, shuffle=False, verbose=0)
+    return model
+
+
+def assert_as_by_keras(make, x=X):
+    expected = train_plainly(make, x).get_weights()
+    for run_eagerly in (False, True):
+        ours = train(make, x=x, run_eagerly=run_eagerly).get_weights()
+        for one, other in zip(ours, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def turned(layer, inputs):
+    values = inputs @ layer.kernel
+    aside = values.detach()[:, None]
+    aside.transpose_(1, 2)
+    return values * aside[:, :, 0]
+
+
+def doubled(layer, inputs):
+    values = inputs @ layer.kernel
+    values.data = values.data * 2
+    return torch.tanh(values)
+
+
+def unit(layer, inputs):
+    norm = torch.linalg.vector_norm(layer.kernel.value.data)
+    layer.kernel.value.data = layer.kernel.value.data / norm
+    return inputs @ layer.kernel
+
+
+def largest_in_given_memory(layer, inputs):
+    with torch.no_grad():
+        values = torch.empty(len(inputs))
+        places = torch.empty(len(inputs), dtype=torch.long)
+        torch.max(inputs, 1, out=(values, places))
+    return inputs @ layer.kernel * values[:, None] + places[:, None]
+
+
+@pytest.mark.parametrize(
+    "function", [turned, doubled, unit, largest_in_given_memory]
+)
+def test_tensors_that_are_given_other_memory_or_shapes(function):
+    assert_as_by_keras(lambda: make_model(Own(function)))
+
+
+class Recurrent(torch.nn.Module):
+    """Keeps for its derivatives what it makes only where there are some."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = torch.nn.LSTM(4, 5, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(x[:, None])[0][:, -1]
+
+
+def test_operations_that_make_less_without_gradients():
+    assert_as_by_keras(
+        lambda: make_model(layers.TorchModuleWrapper(Recurrent()))
+    )
+
+
+class Positions(layers.Layer):
+    """Keeps a table that it makes as long as is needed."""
+
+    table = None
+
+    def call(self, inputs):
+        if self.table is None or len(self.table) < inputs.shape[1]:
+            self.table = torch.cos(torch.arange(inputs.shape[1]) * 0.1)
+        return inputs * self.table[: inputs.shape[1], None]
+
+
+def test_tables_that_a_layer_keeps():
+    def make():
+        pooling = layers.GlobalAveragePooling1D()
+        inputs = keras.Input([None, 4])
+        outputs = layers.Dense(3)(pooling(Positions()(inputs)))
+        return keras.Model(inputs, outputs)
+
+    def batches():
+        for length in (3, 5, 4):
+            yield np.repeat(X[:6, None], length, axis=1), Y[:6]
+
+    expected, trained = make(), make()
+    trained.set_weights(expected.get_weights())
+    expected.compile(keras.optimizers.SGD(0.1), "mse")
+    expected.fit(batches(), shuffle=False, verbose=0)
+    trainer = Trainer(
+        trained,
+        optimizer=keras.optimizers.SGD(0.1),
+        loss="mse",
+        accumulation=Accumulation(micro_batch_size=2),
+    )
+    trainer.fit(batches(), shuffle=False, verbose=0)
+    weights = trained.get_weights(), expected.get_weights()
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+def test_what_a_layer_shows_others_has_numbers():
+    class Showing(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.shown, self.last = None, [None]
+
+        def call(self, inputs):
+            self.shown = inputs.detach()
+            self.last[0] = self.shown
+            return inputs
+
+    (layer, _) = train(lambda: make_model(Showing())).layers
+    np.testing.assert_array_equal(layer.shown.numpy(), X[-2:])
+    np.testing.assert_array_equal(layer.last[0].numpy(), X[-2:])
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: layers.Dense(4, activity_regularizer="l2"),
+        lambda: layers.Dropout(0.5, seed=1),
+        layers.BatchNormalization,
+        lambda: keras.Sequential([layers.Reshape([2, 2]), layers.GRU(4)]),
+    ],
+    ids=["activity", "dropout", "normalization", "recurrent"],
+)
+def test_layers_of_keras_are_recorded(monkeypatch, layer):
+    recorded = []
+    record = Program._record
+
+    def note(program, *arguments):
+        recorded.append(record(program, *arguments))
+        return recorded[-1]
+
+    monkeypatch.setattr(Program, "_record", note)
+    train(lambda: make_model(layer()))
+    assert recorded and None not in recorded
+
+
+def frozen_module():
+    module = torch.nn.Linear(4, 4)
+    wrapper = layers.TorchModuleWrapper(module)
+    model = make_model(wrapper)
+    module.requires_grad_(False)
+    return model
+
+
+def frozen_kernel():
+    model = make_model(layers.Dense(4))
+    model.layers[0].kernel.value.requires_grad_(False)
+    return model
+
+
+def masked_gradient():
+    model = make_model(layers.Dense(4))
+    mask = torch.tensor([0.0, 1.0, 1.0, 2.0])
+    model.layers[0].kernel.value.register_hook(lambda grad: grad * mask)
+    return model
+
+
+@leaves_variables_unused
+@pytest.mark.parametrize("make", [frozen_module, frozen_kernel])
+def test_parameters_that_pytorch_has_frozen_stay(make):
+    assert_as_by_keras(make)
+    keras.utils.set_random_seed(3)
+    before = make().get_weights()
+    np.testing.assert_array_equal(train(make).get_weights()[0], before[0])
+
+
+def test_gradients_are_changed_by_what_is_hooked_to_a_parameter():
+    assert_as_by_keras(masked_gradient)
+
+
+@leaves_variables_unused
+def test_parameters_may_be_frozen_between_epochs():
+    class Freezing(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            kernel = self.model.layers[0].kernel
+            kernel.value.requires_grad_(False)
+            self.frozen = ops.convert_to_numpy(kernel).copy()
+
+    keras.utils.set_random_seed(3)
+    model, freezing = make_model(layers.Dense(4)), Freezing()
+    trainer = Trainer(
+        model, optimizer="sgd", loss="mse", accumulation=Accumulation(steps=2)
+    )
+    before = model.get_weights()[0]
+    trainer.fit(X, Y, batch_size=3, callbacks=[freezing], verbose=0)
+    assert np.abs(freezing.frozen - before).max() > 1e-4
+    trainer.fit(X, Y, batch_size=3, verbose=0)
+    np.testing.assert_array_equal(model.get_weights()[0], freezing.frozen)
