@@ -137,7 +137,11 @@ def test_last_checkpoint_may_turn_out_to_be_the_best(server, tmp_path):
     assert set(saved(run)[-1].aliases) == {"best", "latest", "u4"}
 
 
-def test_earlier_checkpoint_that_turns_out_to_be_the_best_is_not_the_latest():
+@pytest.mark.parametrize("is_judged_late", [False, True])
+def test_earlier_checkpoint_that_turns_out_to_be_the_best_is_not_the_latest(
+    is_judged_late,
+):
+    """Whatever is sent, W&B calls it the latest; thus the latest comes last."""
     best = [None]
     checkpoints = SimpleNamespace(best_path=lambda: best[-1])
     saver = SimpleNamespace(last_saved=None, checkpoints=checkpoints)
@@ -147,12 +151,16 @@ def test_earlier_checkpoint_that_turns_out_to_be_the_best_is_not_the_latest():
     new = list(sent.new(int, is_last=False))
     assert new == [("update-4", 4, ["latest", "u4"])]
     saver.last_saved = "update-8"
+    if is_judged_late:
+        new = list(sent.new(int, is_last=False))
+        assert new == [("update-8", 8, ["latest", "u8"])]
     best.append("update-4")
-    new = list(sent.new(int, is_last=False))
+    new = list(sent.new(int, is_last=True))
     assert new == [
-        ("update-8", 8, ["latest", "u8"]),
         ("update-4", 4, ["best", "u4"]),
+        ("update-8", 8, ["latest", "u8"]),
     ]
+    assert list(sent.new(int, is_last=True)) == []
 
 
 def test_artifact_that_is_not_there_is_refused(server):
