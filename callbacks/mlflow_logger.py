@@ -10,9 +10,8 @@ from accumtrainer.callbacks.background import Background
 from accumtrainer.callbacks.scalars import as_scalars
 from accumtrainer.callbacks.tracker import Tracker
 
-MOST_PARAMS = 100
 MOST_CHARACTERS = 500
-"""What MLflow takes at once, and what every server takes of a text."""
+"""What every server of MLflow takes of a text."""
 
 UNNAMEABLE = re.compile(r"[^\w\-. :/]")
 """What MLflow does not allow in a name."""
@@ -139,9 +138,7 @@ class MLflowLogger(Tracker):
             Param(_nameable(name), str(value)[:MOST_CHARACTERS])
             for name, value in _flat(description).items()
         ]
-        for begin in range(0, len(params), MOST_PARAMS):
-            some = params[begin : begin + MOST_PARAMS]
-            self._client.log_batch(self._run_id, params=some)
+        self._client.log_batch(self._run_id, params=params)
 
     def _log_metrics(
         self, updates: int, numbers: dict[str, Any], seconds: float

@@ -31,7 +31,8 @@ class SentCheckpoints:
         """Yield what is to be sent: directory, updates and aliases.
 
         One that turns out to be the best after it was sent is sent again; W&B
-        stores no file twice.
+        stores no file twice. As it calls `latest` whatever is sent, the latest
+        one follows again.
 
         Args:
             count_updates: function that returns the updates made, those of a
@@ -44,10 +45,10 @@ class SentCheckpoints:
         if not is_new and not is_last:
             return  # after most updates; the best takes files to be read
         best = self._find_best()
-        aliases: dict[Any, list[str]] = {latest: ["latest"]} if is_new else {}
-        if best is not None and best != self._best:
-            aliases.setdefault(best, ["latest"] if best == latest else [])
-            aliases[best].append("best")
+        is_new_best = best is not None and best != self._best
+        aliases: dict[Any, list[str]] = {best: ["best"]} if is_new_best else {}
+        if is_new or is_new_best:
+            aliases.setdefault(latest, []).append("latest")
         self._latest, self._best = latest, best
         for directory, names in aliases.items():
             named = NUMBER_OF_UPDATES.search(Path(directory).name)

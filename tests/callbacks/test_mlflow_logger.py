@@ -1,11 +1,13 @@
 """Claims about MLflowLogger: one run for a training, whatever befalls it."""
 
+import time
+
 import pytest
 from faulty import Fail
 from logged_points import make_mlflow_logger, mlflow_runs, read_mlflow
 from pointed import X, Y, fit, make_trainer
 
-from accumtrainer import Every
+from accumtrainer import Accumulation, Every
 from accumtrainer.callbacks import Checkpoint
 from accumtrainer.keras_api import BACKEND, keras
 
@@ -31,6 +33,25 @@ def test_run_says_what_was_configured(tmp_path):
     assert run.data.params["backend"] == BACKEND
     assert run.data.params["accumulation.steps"] == "2"
     assert mlflow.active_run() is None
+
+
+def test_run_takes_more_parameters_than_a_server_takes_at_once(tmp_path):
+    steps = {epoch: 1 + epoch % 2 for epoch in range(120)}
+    trainer = make_trainer(accumulation=Accumulation(steps=steps))
+    fit(make_mlflow_logger(tmp_path), trainer=trainer)
+    _, (run,) = mlflow_runs(tmp_path)
+    for epoch in (0, 119):
+        received = run.data.params[f"accumulation.steps.{epoch}"]
+        assert received == str(steps[epoch])
+
+
+def test_points_have_the_moments_they_were_made_at(tmp_path):
+    begun = time.time()
+    fit(make_mlflow_logger(tmp_path))
+    ended = time.time()
+    client, (run,) = mlflow_runs(tmp_path)
+    (metric,) = client.get_metric_history(run.info.run_id, "loss")
+    assert begun - 1 < metric.timestamp / 1000 < ended + 1
 
 
 def test_experiment_is_made_once_and_found_again(tmp_path):

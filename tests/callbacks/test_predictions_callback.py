@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from pointed import Points, X, Y, fit, make_trainer
 
-from accumtrainer import Image
+from accumtrainer import Every, Image
 from accumtrainer.callbacks import Predictions
 from accumtrainer.keras_api import keras
 
@@ -81,6 +81,18 @@ def test_column_that_some_rows_lack_is_empty_there():
 def test_text_that_a_model_takes_is_shown():
     table = Predictions(np.array(["one", "two"]))._table(np.zeros([2, 1]))
     assert table.rows == [[0, "one", 0.0], [1, "two", 0.0]]
+
+
+def test_nothing_is_predicted_in_a_trial(monkeypatch):
+    def predict(*arguments, **options):
+        raise AssertionError("predict was called")
+
+    trainer = make_trainer()
+    monkeypatch.setattr(trainer, "predict", predict)
+    # Nor does it say that no logger takes tables.
+    predictions = Predictions(X, every=Every(1, "updates"))
+    fit(predictions, trainer=trainer, fast_dev_run=True)
+    assert trainer.progress.updates == 1
 
 
 @pytest.mark.parametrize(

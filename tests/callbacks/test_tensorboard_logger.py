@@ -86,6 +86,14 @@ def test_resume_from_before_the_first_point_drops_all_later_ones(tmp_path):
     assert losses(tmp_path) == [(2, 2.0)]
 
 
+def test_resume_leaves_what_an_earlier_training_has_written(tmp_path):
+    write(tmp_path, (6, {"x": 6.0}))
+    state, _ = write(tmp_path, (8, {"x": 9.0}))
+    state["since"]["updates"] = 6
+    write(tmp_path, (8, {"x": 8.0}), state=state)
+    assert losses(tmp_path) == [(6, 6.0), (8, 8.0)]
+
+
 def test_many_files_are_read_in_the_order_they_were_begun(tmp_path):
     for updates in range(12):
         write(tmp_path, (updates, {"x": updates}))

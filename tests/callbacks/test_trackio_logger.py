@@ -11,7 +11,7 @@ from logged_points import (
 )
 from pointed import X, Y, fit, make_trainer
 
-from accumtrainer import Every, Histogram, Image, Table, Text
+from accumtrainer import Callback, Every, Histogram, Image, Table, Text
 from accumtrainer.callbacks import Checkpoint
 from accumtrainer.keras_api import BACKEND, keras
 
@@ -84,10 +84,15 @@ def test_what_a_callback_logs_besides_goes_to_the_run(tmp_path):
 
 @pytest.mark.parametrize("saved_at", [2, 5])
 def test_resume_continues_the_run_and_repeats_no_point(tmp_path, saved_at):
+    class Say(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.trainer.log_media("said", Text("something"))
+
     def train(*others, **options):
         every = Every(saved_at, "updates")
         fit(
             make_trackio_logger(tmp_path, Every(3, "updates")),
+            Say(),
             *others,
             Checkpoint(tmp_path / "run", every=every),
             epochs=2,
@@ -101,6 +106,7 @@ def test_resume_continues_the_run_and_repeats_no_point(tmp_path, saved_at):
     train(resume_from="auto")
     assert updates_of(tmp_path, "loss") == [3, 6, 8, 9, 12]
     assert updates_of(tmp_path, "val_loss") == [6, 12]
+    assert updates_of(tmp_path, "said") == list(range(1, 13))
 
 
 def resume_beside(tmp_path, project, **options):

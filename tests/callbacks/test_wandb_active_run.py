@@ -35,6 +35,18 @@ def test_run_that_was_handed_in_is_left_running(trainer, tmp_path):
     assert only.config["accumulation"]["steps"] == 2
 
 
+def test_second_fit_says_in_a_run_that_was_handed_in_what_it_is(
+    trainer, tmp_path
+):
+    run = wandb.init(mode="offline", dir=tmp_path, settings=QUIET)
+    logger = WandbLogger(run=run)
+    for epochs in (1, 2):
+        fit(trainer, logger, epochs=epochs)
+    run.finish()
+    (only,) = written_runs(tmp_path)
+    assert only.config["fit"]["epochs"] == 2
+
+
 @pytest.mark.parametrize("options", [{}, {"project": "another"}])
 def test_run_that_was_active_is_joined_and_left_running(
     trainer, tmp_path, options, monkeypatch

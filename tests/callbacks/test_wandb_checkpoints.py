@@ -8,6 +8,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from wandb_runs import X, Y, fit, make_logger, make_trainer, positions
 
 from accumtrainer import Callback, CheckpointError, Every
 from accumtrainer.callbacks import Checkpoint
+from accumtrainer.callbacks.wandb_checkpoints import SentCheckpoints
 from accumtrainer.saving import wandb_artifacts
 
 pytestmark = [
@@ -135,6 +137,32 @@ def test_last_checkpoint_may_turn_out_to_be_the_best(server, tmp_path):
     assert set(saved(run)[-1].aliases) == {"best", "latest", "u4"}
 
 
+@pytest.mark.parametrize("is_judged_late", [False, True])
+def test_earlier_checkpoint_that_turns_out_to_be_the_best_is_not_the_latest(
+    is_judged_late,
+):
+    """Whatever is sent, W&B calls it the latest; thus the latest comes last."""
+    best = [None]
+    checkpoints = SimpleNamespace(best_path=lambda: best[-1])
+    saver = SimpleNamespace(last_saved=None, checkpoints=checkpoints)
+    sent = SentCheckpoints(saver)
+    sent.start()
+    saver.last_saved = "update-4"
+    new = list(sent.new(int, is_last=False))
+    assert new == [("update-4", 4, ["latest", "u4"])]
+    saver.last_saved = "update-8"
+    if is_judged_late:
+        new = list(sent.new(int, is_last=False))
+        assert new == [("update-8", 8, ["latest", "u8"])]
+    best.append("update-4")
+    new = list(sent.new(int, is_last=True))
+    assert new == [
+        ("update-4", 4, ["best", "u4"]),
+        ("update-8", 8, ["latest", "u8"]),
+    ]
+    assert list(sent.new(int, is_last=True)) == []
+
+
 def test_artifact_that_is_not_there_is_refused(server):
     with pytest.raises(CheckpointError, match="'wandb:p/n:no'.*not found"):
         fit(make_trainer(), resume_from="wandb:p/n:no")
@@ -214,8 +242,12 @@ def test_directory_that_is_uploaded_has_the_updates_made(tmp_path):
     assert [file.path for file in sent.manifest.contents] == ["words.txt"]
 
 
-def test_checkpoint_of_an_earlier_training_is_not_sent_again(tmp_path):
-    checkpoint, trainer = Checkpoint(tmp_path / "saved"), make_trainer()
+@pytest.mark.parametrize("keep_best", [None, "loss"])
+def test_checkpoint_of_an_earlier_training_is_not_sent_again(
+    tmp_path, keep_best
+):
+    checkpoint = Checkpoint(tmp_path / "saved", keep_best=keep_best)
+    trainer = make_trainer()
     fit(trainer, checkpoint)
     logger = make_logger(tmp_path / "runs", log_checkpoints=checkpoint)
     with pytest.raises(RuntimeError, match="before the first update"):

@@ -1,5 +1,6 @@
 """Claims about points on their way to W&B: gathered, hindered, or left out."""
 
+import functools
 import sys
 import threading
 import time
@@ -77,6 +78,39 @@ def test_server_out_of_reach_is_one_warning_and_the_run_kept(
     last = written_runs(tmp_path)[-1]
     assert positions(last.history, "loss") == [1, 2, 3, 4, 5, 6]
     assert str(last.path.parent) in str(caught[0].message)
+
+
+@pytest.mark.parametrize("options", [{}, {"finish_timeout": 300.0}])
+def test_wandb_itself_waits_no_longer_than_close_secs(
+    trainer, tmp_path, options
+):
+    logger = make_logger(tmp_path, settings=QUIET | options)
+    fit(trainer, logger)
+    waits = options.get("finish_timeout", 600.0)  # the user has the last word
+    assert logger.run.settings.finish_timeout == waits
+
+
+def test_checkpoint_made_before_wandb_has_answered_knows_the_run(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sys.modules[WandbLogger.__module__], "START_SECS", 0.0)
+    init, may_answer, states = wandb.init, threading.Event(), []
+
+    @functools.wraps(init)
+    def answer_late(**options):
+        may_answer.wait()
+        return init(**options)
+
+    class Save(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            states.append(logger.get_state())
+            may_answer.set()
+
+    monkeypatch.setattr(wandb, "init", answer_late)
+    logger = make_logger(tmp_path)
+    fit(make_trainer(), Save(), logger)
+    (run,) = written_runs(tmp_path)
+    assert states[0]["run_id"] == run.run.run_id
 
 
 def test_service_that_hangs_is_one_warning_and_stops_nothing(trainer):
@@ -223,6 +257,47 @@ def test_checkpoint_leaves_no_point_waiting(tmp_path, monkeypatch):
         WandbLogger(run=run, every=Every(1, "updates")),
     )
     assert wait.has_seen_it
+
+
+class Tell(Callback):
+    """Tells of a checkpoint after the third update."""
+
+    last_saved = None
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2:
+            self.last_saved = self.folder
+
+
+def test_checkpoint_itself_waits_for_no_points(tmp_path, monkeypatch):
+    module = sys.modules[WandbLogger.__module__]
+    monkeypatch.setattr(module, "GATHER_SECS", 3600.0)
+    has_come = threading.Event()
+
+    class WaitsForIt(Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 4:
+                self.has_seen_it = has_come.wait(600)
+
+    (tmp_path / "weights").write_bytes(b"1")
+    run, tell, wait = Run(), Tell(tmp_path), WaitsForIt()
+    run.log_artifact = lambda artifact, aliases: has_come.set()
+    logger = WandbLogger(run=run, log_checkpoints=tell)
+    fit(make_trainer(), tell, wait, logger)
+    assert wait.has_seen_it
+
+
+def test_checkpoint_that_cannot_be_read_is_one_warning(trainer, tmp_path):
+    (tmp_path / "weights").symlink_to(tmp_path / "nowhere")
+    tell = Tell(tmp_path)
+    logger = WandbLogger(run=Run(), log_checkpoints=tell)
+    with pytest.warns(RuntimeWarning, match="No such file.*weights") as caught:
+        fit(trainer, tell, logger)
+    assert len(caught) == 1
 
 
 def test_run_that_fails_midway_is_one_warning(trainer, tmp_path):

@@ -135,6 +135,14 @@ def test_second_fit_continues_the_run_and_both_are_finished(written):
     assert (first.exit_code, second.exit_code) == (0, 0)
 
 
+def test_run_that_is_continued_is_one_that_wandb_may_have(trainer, tmp_path):
+    logger, asked = make_logger(tmp_path), []
+    for _ in range(2):
+        fit(trainer, logger)
+        asked.append(logger.run.settings.resume)
+    assert asked == [None, "allow"]
+
+
 def test_fit_of_another_trainer_is_another_run(trainer, tmp_path):
     logger = make_logger(tmp_path)
     fit(trainer, logger)
@@ -238,6 +246,27 @@ def test_resume_amid_an_epoch_continues_the_run(tmp_path):
     assert first.run.run_id == second.run.run_id
     assert positions(first.history, "loss") == [3, 6, 8]
     assert positions(second.history, "loss") == [9, 12]
+
+
+def test_no_point_is_sent_twice_of_the_update_that_a_run_came_to(tmp_path):
+    def train(*others):
+        fit(
+            make_trainer(),
+            make_logger(tmp_path, every=Every(3, "updates")),
+            *others,
+            Checkpoint(tmp_path / "saved", every=Every(5, "updates")),
+            epochs=2,
+            validation_data=(X, Y),
+            resume_from="auto",
+        )
+
+    with pytest.raises(RuntimeError, match="power failure"):
+        train(Fail(7))
+    train()
+    first, second = written_runs(tmp_path)
+    for name, later in {"loss": [9, 12], "val_loss": [12]}.items():
+        assert positions(first.history, name)[-1] == 6
+        assert positions(second.history, name) == later
 
 
 def test_run_that_has_nothing_left_sends_no_point_twice(tmp_path):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from faulty import Fail
 from PIL import Image as Picture
 from wandb_file import media_of, written_runs
 from wandb_runs import X, Y, fit, make_logger, make_trainer, positions
@@ -17,6 +18,7 @@ from accumtrainer import (
     Trainer,
 )
 from accumtrainer.callbacks import (
+    Checkpoint,
     KeepGradientNorms,
     KeepGradients,
     Predictions,
@@ -93,6 +95,11 @@ def test_image_is_the_pixels_that_were_logged(shown):
     np.testing.assert_array_equal(pixels, np.round(PIXELS * 255))
 
 
+def test_image_without_a_caption_has_none(shown):
+    ((_, image),) = media_of(shown, "gray")
+    assert "caption" not in image
+
+
 def test_image_of_one_channel_is_gray(shown):
     ((_, image),) = media_of(shown, "gray")
     with Picture.open(image["content"]) as picture:
@@ -108,7 +115,8 @@ def test_histogram_is_of_what_a_hook_kept(shown):
 
 def test_text_is_shown_as_it_is(shown):
     ((_, text),) = media_of(shown, "words")
-    assert "a &lt; b\nand so on" in text["content"].read_text()
+    shown_text = "<pre>a &lt; b\nand so on</pre>"
+    assert shown_text in text["content"].read_text()
 
 
 def test_table_has_the_rows_that_were_logged(shown):
@@ -198,3 +206,26 @@ def test_predictions_on_images_show_them_with_their_scores(tmp_path):
     assert artifact.type == "run_table"
     files = [file.path for file in artifact.manifest.contents]
     assert len([file for file in files if file.endswith(".png")]) == 1
+
+
+def test_media_sent_before_a_resume_are_not_sent_again(tmp_path):
+    class Say(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.trainer.log_media("said", Text("something"))
+
+    def train(*others):
+        checkpoint = Checkpoint(tmp_path / "saved", every=Every(5, "updates"))
+        logger = make_logger(tmp_path, every=Every(1, "updates"))
+        callbacks = [Say(), logger, *others, checkpoint]
+        fit(make_trainer(), *callbacks, epochs=2, resume_from="auto")
+
+    with pytest.raises(RuntimeError, match="power failure"):
+        train(Fail(RuntimeError("power failure"), update=3, epoch=1))
+    train()
+    # The checkpoint is of update 5, and the first run had come further.
+    first, second = (
+        [updates for updates, _ in media_of(run, "said")]
+        for run in written_runs(tmp_path)
+    )
+    assert len(first) > 5
+    assert first + second == list(range(1, 13))

@@ -246,6 +246,13 @@ def test_rows_of_one_step_and_update_are_one_row(run, tmp_path):
     assert all("more" in row for row in written.history if "mine" in row)
 
 
+def test_rows_of_one_step_and_several_updates_are_several(run, tmp_path):
+    log = Log("on_apply", lambda row: wandb.log(row, step=3))
+    fit(make_trainer(), WandbLogger(run=run, every=Every(1, "updates")), log)
+    run.finish()
+    assert_mine_stand_where_logged(written_runs(tmp_path), range(1, 7))
+
+
 def test_updates_that_the_user_logs_himself_stay(run, tmp_path):
     log = Log("on_apply", lambda row: wandb.log(row | {"updates": 100}))
     fit(make_trainer(), WandbLogger(run=run), log)

@@ -103,3 +103,12 @@ def test_run_that_ended_by_itself_is_not_preempted(tmp_path):
     (run,) = written_runs(tmp_path)
     assert not run.is_preempting
     assert run.exit_code == 0
+
+
+def test_run_has_the_id_that_its_agent_has_given_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_RUN_ID", "given")
+    wandb.teardown()  # it has read the environment before
+    fit(make_trainer(), make_logger(tmp_path))
+    wandb.teardown()
+    (run,) = written_runs(tmp_path)
+    assert run.run.run_id == "given"
