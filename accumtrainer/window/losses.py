@@ -6,11 +6,8 @@ the sum of sample weights. The classes here let Keras do the whole computation
 (structure of the outputs, masks, weights, reduction) and only measure it.
 """
 
-import contextlib
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,6 +27,7 @@ from accumtrainer.keras_api import (
 )
 from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
 from accumtrainer.layers import describe_layer
+from accumtrainer.window.reducing import are_examined, reduces_examples
 
 
 @dataclass(frozen=True)
@@ -86,22 +84,6 @@ class CompiledPart(NamedTuple):
     name: str
     loss: Any
     coefficient: Any
-
-
-_is_examining: ContextVar[bool] = ContextVar("_is_examining", default=False)
-
-
-@contextlib.contextmanager
-def examining_losses() -> Iterator[None]:
-    """Have compiled losses find out whether more examples give more values.
-
-    For that they are computed once more. Later they know.
-    """
-    token = _is_examining.set(True)
-    try:
-        yield
-    finally:
-        _is_examining.reset(token)
 
 
 class BareLoss(NamedTuple):
@@ -203,8 +185,8 @@ class _Measuring(keras.losses.Loss):
         loss = _resolve_loss(self._identifier, y_true, y_pred)
         measured = measure(loss, y_true, y_pred, sample_weight)
         if isinstance(measured, WeightedLoss):
-            if _is_examining.get():
-                self._is_reduced = _reduces_examples(loss, y_true, y_pred)
+            if are_examined():
+                self._is_reduced = reduces_examples(loss, y_true, y_pred)
             if self._is_reduced:
                 measured = BareLoss(
                     measured.mean, errors.REDUCED_LOSS.format(loss=loss.name)
@@ -296,30 +278,6 @@ def measure(
         and not is_masked
         and None not in kept.values.shape,
     )
-
-
-def _reduces_examples(loss: Any, y_true: Tensor, y_pred: Tensor) -> bool:
-    """Whether a loss has other than twice as many values of twice the data.
-
-    Then it reduces by itself, as over the axis of examples, or pairs them.
-    """
-    # Whether it can be computed is found out where it is used.
-    with contextlib.suppress(Exception):
-        shapes = [
-            tuple(loss.call(y, ops.copy(p)).shape)
-            for y, p in (
-                (ops.copy(y_true), y_pred),
-                (_twice(y_true), _twice(y_pred)),
-            )
-        ]
-        if None not in (*shapes[0], *shapes[1]):
-            once, of_both = map(math.prod, shapes)
-            return bool(of_both != 2 * once)
-    return False
-
-
-def _twice(tensor: Tensor) -> Tensor:
-    return ops.concatenate([tensor, tensor])
 
 
 def _own_weights(weights: Tensor | None, y_pred: Tensor) -> Tensor | None:

@@ -17,7 +17,7 @@ from accumtrainer.window.hooks import (
     collect_logs,
     context_of,
 )
-from accumtrainer.window.losses import WeightedLoss, examining_losses
+from accumtrainer.window.losses import WeightedLoss
 from accumtrainer.window.objective import (
     idle_metrics,
     is_random_state,
@@ -26,6 +26,7 @@ from accumtrainer.window.objective import (
 )
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.passes import Passes
+from accumtrainer.window.reducing import examining_losses
 from accumtrainer.window.state import Scratch
 from accumtrainer.window.weighing import Share
 

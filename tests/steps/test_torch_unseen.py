@@ -150,14 +150,14 @@ def test_tables_that_a_layer_keeps():
     expected, trained = make(), make()
     trained.set_weights(expected.get_weights())
     expected.compile(keras.optimizers.SGD(0.1), "mse")
-    expected.fit(batches(), shuffle=False, verbose=0)
+    expected.fit(batches(), steps_per_epoch=3, shuffle=False, verbose=0)
     trainer = Trainer(
         trained,
         optimizer=keras.optimizers.SGD(0.1),
         loss="mse",
         accumulation=Accumulation(micro_batch_size=2),
     )
-    trainer.fit(batches(), shuffle=False, verbose=0)
+    trainer.fit(batches(), steps_per_epoch=3, shuffle=False, verbose=0)
     weights = trained.get_weights(), expected.get_weights()
     for one, other in zip(*weights, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)

@@ -118,11 +118,12 @@ def make_bag_of_words():
 
 
 @seeded
-def make_tagger_and_judge(as_dict=False):
+def make_tagger_and_judge(as_dict=False, prepare=layers.Identity):
     """Make a model with an output per token and one per sample."""
     words = keras.Input([TOKENS], dtype="int32", name="words")
     features = keras.Input([FEATURES], name="features")
-    embedded = layers.Embedding(WORDS, 4, mask_zero=True)(words)
+    embedding = layers.Embedding(WORDS, 4, mask_zero=True)
+    embedded = embedding(prepare()(words))
     pooled = layers.GlobalAveragePooling1D()(embedded)
     both = layers.Concatenate()([pooled, features])
     tags = layers.Dense(CLASSES, activation="softmax", name="tags")(embedded)

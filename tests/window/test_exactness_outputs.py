@@ -15,6 +15,7 @@ from exactness_cases import (
     leaves_variables_unused,
     make_adding,
     make_mlp,
+    make_tagger_and_judge,
     outputs_pair,
     regularized_pair,
     tags_and_scores,
@@ -45,6 +46,29 @@ def test_outputs_of_different_denominators_are_exact(rng, name, sizes):
     as_dict = "as_dict" in OUTPUTS[name]
     batches = tags_and_scores(rng, sizes, as_dict=as_dict)
     outputs_pair(name).assert_exact(batches)
+
+
+class LeavingWordsOut(layers.Layer):
+    """Has every second word masked, in training only."""
+
+    def call(self, words, training=False):
+        places = ops.arange(words.shape[1], dtype=words.dtype)
+        return words * (1 - places % 2) if training else words
+
+
+@functools.cache
+def leaving_out_pair():
+    return Pair(
+        functools.partial(make_tagger_and_judge, prepare=LeavingWordsOut),
+        **OUTPUTS["loss weights"],
+    )
+
+
+@each_size()
+@leaves_variables_unused
+@keras_3_only("masks what a layer of one's own makes otherwise")
+def test_masks_that_differ_in_training_count_as_in_training(rng, sizes):
+    leaving_out_pair().assert_exact(tags_and_scores(rng, sizes))
 
 
 @each_size(SOME_SIZES)
