@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from accumtrainer.config import LossScale
+from accumtrainer.keras_api import flatten_layers, keras, tree
+from accumtrainer.keras_api.types import Model, Variable
 from accumtrainer.window.backend import WindowBackend
 from accumtrainer.window.hooks import Hooks
 from accumtrainer.window.objective import metric_variables
@@ -45,6 +47,7 @@ class WindowParts:
         """The model's, and of what its layers keep beside them."""
         return [
             *self.model.non_trainable_variables,
+            *_states_of_layers(self.model),
             *self.backend.variables_beside(self.model),
         ]
 
@@ -58,3 +61,16 @@ class WindowParts:
             *self.tracked,
             *self.state.variables,
         ]
+
+
+def _states_of_layers(model: Model) -> list[Variable]:
+    """List the states of stateful recurrent layers, which Keras does not."""
+    known = set(map(id, model.variables))
+    states = [
+        state
+        for layer in flatten_layers(model)
+        if getattr(layer, "stateful", False)
+        for state in tree.flatten(getattr(layer, "states", None))
+        if isinstance(state, keras.Variable) and id(state) not in known
+    ]
+    return list({id(state): state for state in states}.values())
