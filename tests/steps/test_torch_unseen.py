@@ -179,6 +179,17 @@ def test_what_a_layer_shows_others_has_numbers():
     np.testing.assert_array_equal(layer.last[0].numpy(), X[-2:])
 
 
+class SelfAttention(layers.Layer):
+    """Gives attention what is repeated by the derivative of a mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = layers.MultiHeadAttention(2, 4)
+
+    def call(self, inputs):
+        return self.attention(inputs, inputs, use_causal_mask=True)
+
+
 @pytest.mark.parametrize(
     "layer",
     [
@@ -186,8 +197,15 @@ def test_what_a_layer_shows_others_has_numbers():
         lambda: layers.Dropout(0.5, seed=1),
         layers.BatchNormalization,
         lambda: keras.Sequential([layers.Reshape([2, 2]), layers.GRU(4)]),
+        lambda: keras.Sequential(
+            [
+                layers.Reshape([2, 2]),
+                SelfAttention(),
+                layers.GlobalAveragePooling1D(),
+            ]
+        ),
     ],
-    ids=["activity", "dropout", "normalization", "recurrent"],
+    ids=["activity", "dropout", "normalization", "recurrent", "attention"],
 )
 def test_layers_of_keras_are_recorded(monkeypatch, layer):
     recorded = []

@@ -330,7 +330,7 @@ def _is_free(node: fx.Node) -> bool:
     """Whether a shape is another view of memory, and not a copy."""
     try:
         _value(node.args[0]).view(node.args[1])
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # of a fake tensor
         return False
     return True
 
