@@ -27,7 +27,7 @@ from accumtrainer.keras_api import (
 )
 from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
 from accumtrainer.layers import describe_layer
-from accumtrainer.window.reducing import are_examined, reduces_examples
+from accumtrainer.window.reducing import reduces_examples
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class _Measuring(keras.losses.Loss):
         super().__init__(name=_loss_name(identifier))
         self._identifier = identifier
         self._measured = measured
-        self._is_reduced = False
+        self._is_reduced: bool | None = None
 
     def __call__(
         self,
@@ -184,8 +184,8 @@ class _Measuring(keras.losses.Loss):
     ) -> Tensor:
         loss = _resolve_loss(self._identifier, y_true, y_pred)
         measured = measure(loss, y_true, y_pred, sample_weight)
-        if isinstance(measured, WeightedLoss):
-            if are_examined():
+        if isinstance(measured, WeightedLoss) and not measured.is_sum:
+            if self._is_reduced is None:
                 self._is_reduced = reduces_examples(loss, y_true, y_pred)
             if self._is_reduced:
                 measured = BareLoss(

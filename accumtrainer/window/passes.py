@@ -22,7 +22,12 @@ from accumtrainer.window.hooks import HOOK_NAMES, Info, collect_logs
 from accumtrainer.window.loss_scale import computes_in_float16
 from accumtrainer.window.losses import WeightedLoss, count_samples
 from accumtrainer.window.numbers import OfMicroBatch, OfPart
-from accumtrainer.window.objective import Measured, Objective, total_loss
+from accumtrainer.window.objective import (
+    Measured,
+    Objective,
+    is_random_state,
+    total_loss,
+)
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.passed import Passed, summary_of
 from accumtrainer.window.per_example import (
@@ -323,23 +328,46 @@ class Passes:
     def measure_denominators(
         self, batch: Batch, index: Tensor, share: Share
     ) -> Tensor:
-        """Measure a micro-batch's denominators `(losses,)`, without effect.
+        """Measure a micro-batch's denominators `(losses,)`.
 
-        Where examples are run by themselves their number comes last.
+        Nothing stays but how far random states have moved, so that the next one
+        draws what it will draw. Where examples are run by themselves their
+        number comes last.
         """
-        with Scratch(self._parts.variables):
+        states = self._random_states()
+        with Scratch([*self._parts.variables, *self.streams]) as scope:
             info = self.info(index, share)
             self._fold_in(index, share)
-            if not self._parts.per_example:
-                return self._denominators(batch, info)
-            examples = map_examples(
-                self._parts,
-                lambda row: self._denominators(row, info),
-                batch,
-                self.streams,
-            )
-            count = ops.reshape(count_samples(batch.x), [1])
-            return ops.concatenate([ops.sum(examples, axis=0), count])
+            if self._parts.per_example:
+                examples = map_examples(
+                    self._parts,
+                    lambda row: self._denominators(row, info),
+                    batch,
+                    self.streams,
+                )
+                count = ops.reshape(count_samples(batch.x), [1])
+                examples = ops.sum(examples, axis=0)
+                measured = ops.concatenate([examples, count])
+            else:
+                measured = self._denominators(batch, info)
+            moved = [(v, v.value) for v in states if scope.has_written(v)]
+        for state, value in moved:
+            state.assign(value)
+        return measured
+
+    @contextlib.contextmanager
+    def drawing_again(self) -> Iterator[None]:
+        """Draw in here what is drawn again afterwards."""
+        states = self._random_states()
+        # Of TensorFlow's variables the value is the variable.
+        before = [(v, ops.copy(v.value)) for v in states]
+        yield
+        for state, value in before:
+            state.assign(value)
+
+    def _random_states(self) -> list[Variable]:
+        variables = [*self._parts.variables, *self.streams]
+        return list(filter(is_random_state, variables))
 
     def _denominators(self, batch: Batch, info: Info) -> Tensor:
         measure = functools.partial(

@@ -264,7 +264,8 @@ class WindowProgram:
             what has been added to them.
         """
         if share.weighing.needs_totals:
-            totals = self.passes.scan_denominators(stacked, share)
+            with self.passes.drawing_again():
+                totals = self.passes.scan_denominators(stacked, share)
             share = share._replace(totals=totals)
         sums = self.passes.gradients.no_sums()
         micro_batches, cached, ahead = share.micro_batches, None, []
@@ -328,7 +329,10 @@ class WindowProgram:
             Pair: packed numbers, see `Passes.run`, and which variables it
             uses.
         """
-        self.variables.keep_start(is_first=ops.equal(index, 0))
+        is_first = ops.equal(index, 0)
+        if weighing.needs_totals and totals is not None:
+            self.variables.draw_again(is_first)
+        self.variables.keep_start(is_first=is_first)
         share = Share.whole(micro_batches, weighing, totals)
         numbers, gradients = self.passes.run(
             batch, index, share, self.variables.window, cached
@@ -339,7 +343,8 @@ class WindowProgram:
     def measure_denominators(
         self, batch: Batch, index: Tensor, micro_batches: Tensor
     ) -> Tensor:
-        """Measure a micro-batch's denominators `(losses,)`, without effect."""
+        """Measure a micro-batch's denominators; see `Passes`."""
+        self.variables.keep_random_states(is_first=ops.equal(index, 0))
         share = Share.whole(micro_batches)
         return self.passes.measure_denominators(batch, index, share)
 

@@ -6,32 +6,11 @@ number of its values says nothing about what it was averaged over.
 
 import contextlib
 import math
-from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any
 
 from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.types import Tensor
-
-_is_examining: ContextVar[bool] = ContextVar("_is_examining", default=False)
-
-
-@contextlib.contextmanager
-def examining_losses() -> Iterator[None]:
-    """Have compiled losses find out whether more examples give more values.
-
-    For that they are computed again. Later they know.
-    """
-    token = _is_examining.set(True)
-    try:
-        yield
-    finally:
-        _is_examining.reset(token)
-
-
-def are_examined() -> bool:
-    """Whether losses shall find that out."""
-    return _is_examining.get()
+from accumtrainer.window.state import Scratch
 
 
 def reduces_examples(loss: Any, y_true: Tensor, y_pred: Tensor) -> bool:
@@ -42,8 +21,9 @@ def reduces_examples(loss: Any, y_true: Tensor, y_pred: Tensor) -> bool:
         y_true: tensor of targets.
         y_pred: tensor of predictions.
     """
-    # Whether it can be computed is found out where it is used.
-    with contextlib.suppress(Exception):
+    # Whether it can be computed is found out where it is used; what it draws or
+    # assigns here does not count.
+    with contextlib.suppress(Exception), Scratch([]):
         # Copies, as a loss may change what it is given in place.
         once = [ops.copy(ops.cast(t, loss.dtype)) for t in (y_true, y_pred)]
         twice = [ops.concatenate([tensor, tensor]) for tensor in once]

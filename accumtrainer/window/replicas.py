@@ -278,13 +278,18 @@ class SharedWindow:
     def _totals_of_one(self, shares: Shares, share: Share) -> Tensor:
         begun, totals = 0, 0.0
         is_first = ops.equal(share.replica, 0)
-        for is_copied, batches in enumerate(shares):
-            for stacked in batches:
-                added = self._passes.scan_denominators(stacked, share, begun)
-                if is_copied:
-                    added = ops.where(is_first, added, ops.zeros_like(added))
-                totals = totals + added
-                begun += length(stacked)
+        with self._passes.drawing_again():
+            for is_copied, batches in enumerate(shares):
+                for stacked in batches:
+                    added = self._passes.scan_denominators(
+                        stacked, share, begun
+                    )
+                    if is_copied:
+                        added = ops.where(
+                            is_first, added, ops.zeros_like(added)
+                        )
+                    totals = totals + added
+                    begun += length(stacked)
         return totals
 
     def _merging_rules(self) -> list[tuple[Variable, str]]:

@@ -26,7 +26,6 @@ from accumtrainer.window.objective import (
 )
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.passes import Passes
-from accumtrainer.window.reducing import examining_losses
 from accumtrainer.window.state import Scratch
 from accumtrainer.window.weighing import Share
 
@@ -68,6 +67,11 @@ class Survey:
         """What windows add up: losses by kind, and logged values."""
         losses = ((loss.name, loss.is_sum) for loss in self.losses)
         return tuple(losses), tuple(self.reductions.items())
+
+    @property
+    def may_need_totals(self) -> bool:
+        """Whether windows may have to be looked through for denominators."""
+        return not all(loss.is_uniform or loss.is_sum for loss in self.losses)
 
     def find_captured(self, known: list[Variable]) -> list[Variable]:
         """List what hooks and layers read that is no part of the training.
@@ -122,7 +126,7 @@ def take_survey(parts: WindowParts, passes: Passes, batch: Batch) -> Survey:
         )
         changed = hooks.on_micro_batch(batch, info)
         check_batch(batch, changed)
-        with passes.layers_in_window(info.index), examining_losses():
+        with passes.layers_in_window(info.index):
             measured = passes.objective.measure(changed, info)
         zeros = passes.gradients.zeros()
         loss = ops.zeros((), "float32")

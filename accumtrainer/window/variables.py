@@ -75,7 +75,9 @@ class WindowVariables:
         self._kept: list[Variable] = []
         self.start: list[Variable] = []
         beside = parts.backend.variables_beside(parts.model)
-        self._keep(self._put_back([*parts.tracked, *beside]))
+        self._keep(
+            self._put_back([*parts.tracked, *beside], draws_again=runs_twice)
+        )
         self.expect(survey)
         self.follow(survey)
 
@@ -102,7 +104,13 @@ class WindowVariables:
         self._moved_by_perturb = unique(
             [*self._moved_by_perturb, *survey.moved_by_perturb]
         )
-        self._keep(self._put_back([*survey.written, *streams]))
+        draws_again = (
+            self._runs_twice
+            or self._parts.per_example
+            or survey.may_need_totals
+        )
+        written = [*survey.written, *streams]
+        self._keep(self._put_back(written, draws_again=draws_again))
 
     def follow(self, survey: Survey) -> None:
         """Turn to micro-batches like those of a survey that was expected."""
@@ -151,14 +159,11 @@ class WindowVariables:
         )
         return sum(map(len, parts))
 
-    def _put_back(self, variables: Iterable[Variable]) -> Iterator[Variable]:
-        """Leave random states out, unless windows are run through twice.
-
-        Such a window draws the same numbers twice.
-        """
-        return (
-            v for v in variables if self._runs_twice or not is_random_state(v)
-        )
+    def _put_back(
+        self, variables: Iterable[Variable], *, draws_again: bool
+    ) -> Iterator[Variable]:
+        """Leave random states out, unless the same numbers are drawn again."""
+        return (v for v in variables if draws_again or not is_random_state(v))
 
     def _keep(self, variables: Iterable[Variable]) -> None:
         """Make room for the values that variables have before a window."""
@@ -380,6 +385,28 @@ class WindowVariables:
             if is_first is not None:
                 value = ops.where(is_first, value, start.value)
             start.assign(value)
+
+    def keep_random_states(self, is_first: Tensor) -> None:
+        """Remember where random states are before a window, to draw again.
+
+        Args:
+            is_first: scalar, bool, whether the window begins here.
+        """
+        for variable, start in zip(self._kept, self.start, strict=True):
+            if is_random_state(variable):
+                value = ops.where(is_first, variable.value, start.value)
+                start.assign(value)
+
+    def draw_again(self, is_first: Tensor) -> None:
+        """Begin with the random numbers of the window once more.
+
+        Args:
+            is_first: as above.
+        """
+        for variable, start in zip(self._kept, self.start, strict=True):
+            if is_random_state(variable):
+                value = ops.where(is_first, start.value, variable.value)
+                variable.assign(value)
 
     def put_back(self, *, after_perturb: bool = False) -> None:
         """Put everything back as the window's start has found it.

@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import pytest
 from exactness_cases import (
     CLASSES,
@@ -29,7 +30,8 @@ from oracle import (
     cuts_in_many_ways,
 )
 
-from accumtrainer.keras_api import keras, ops
+from accumtrainer import Accumulation, Trainer
+from accumtrainer.keras_api import keras, ops, set_keras_mask
 
 layers, losses = keras.layers, keras.losses
 
@@ -69,6 +71,49 @@ def leaving_out_pair():
 @keras_3_only("masks what a layer of one's own makes otherwise")
 def test_masks_that_differ_in_training_count_as_in_training(rng, sizes):
     leaving_out_pair().assert_exact(tags_and_scores(rng, sizes))
+
+
+class LeavingAnyOut(layers.Layer):
+    """Masks what is drawn anew for every micro-batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.supports_masking = True
+        self.seed = keras.random.SeedGenerator(5)
+
+    def call(self, values, training=False):
+        values = values * 1.0
+        if training:
+            drawn = keras.random.uniform(ops.shape(values)[:2], seed=self.seed)
+            set_keras_mask(values, drawn > 0.4)
+        return values
+
+
+@pytest.mark.parametrize("plan", ["fused", "streamed"])
+@keras_3_only("masks what a layer of one's own makes otherwise")
+def test_masks_are_drawn_once_for_denominators_and_gradients(
+    rng, plan, use_plan
+):
+    use_plan(plan)
+    x = rng.normal(size=[16, 7, 3]).astype("float32")
+    y = rng.integers(0, CLASSES, [16, 7]), x[:, 0, :2]
+    weights = []
+    for count in (1, 2):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input([7, 3])
+        masked = LeavingAnyOut()(layers.Dense(4)(inputs))
+        tags = layers.Dense(CLASSES, activation="softmax")(masked)
+        score = layers.Dense(2)(layers.Flatten()(inputs))
+        trainer = Trainer(
+            keras.Model(inputs, [tags, score][:count]),
+            optimizer=keras.optimizers.SGD(1.0),
+            loss=["sparse_categorical_crossentropy", "mse"][:count],
+            accumulation=Accumulation(micro_batch_size=4),
+            seed=0,
+        )
+        trainer.fit(x, list(y[:count]), batch_size=16, epochs=2, verbose=0)
+        weights.append(ops.convert_to_numpy(trainer.model.layers[1].kernel))
+    np.testing.assert_allclose(*weights, rtol=1e-5, atol=1e-6)
 
 
 @each_size(SOME_SIZES)

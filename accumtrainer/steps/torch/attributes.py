@@ -9,7 +9,9 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import optree
+import torch
+
+MISSING = object()
 
 
 @contextlib.contextmanager
@@ -20,8 +22,12 @@ def attributes_put_back(layers: Iterable[Any]) -> Iterator[None]:
         ValueError: a layer keeps a tensor that has no numbers.
     """
     before = [(layer, dict(vars(layer)), _contents(layer)) for layer in layers]
-    yield
-    keeping = [name for pair in before for name in _put_back(*pair)]
+    keeping: list[str] = []
+    try:
+        yield
+    finally:
+        for layer, attributes, contents in before:
+            keeping += _put_back(layer, attributes, contents)
     if keeping:
         raise ValueError(f"{keeping[0]} keeps what a layer has computed")
 
@@ -29,7 +35,7 @@ def attributes_put_back(layers: Iterable[Any]) -> Iterator[None]:
 def _contents(layer: Any) -> dict[str, Any]:
     """Copy the lists and dicts among a layer's attributes."""
     return {
-        name: value.copy()
+        name: dict(value) if isinstance(value, dict) else list(value)
         for name, value in vars(layer).items()
         if isinstance(value, (list, dict))
     }
@@ -43,23 +49,22 @@ def _put_back(
         if not _holds_fakes(value):
             continue
         yield f"{layer.name}.{name}"
-        if name not in attributes:
+        old = attributes.get(name, MISSING)
+        if old is MISSING:
             del vars(layer)[name]
             continue
-        vars(layer)[name] = old = attributes[name]
-        if name in contents:
-            old.clear()
-            add = old.extend if isinstance(old, list) else old.update
-            add(contents[name])
+        vars(layer)[name] = old
+        # Keras's own lists and dicts would track what is put back anew.
+        if isinstance(old, list):
+            list.__setitem__(old, slice(None), contents[name])
+        elif isinstance(old, dict):
+            dict.clear(old)
+            dict.update(old, contents[name])
 
 
-def _holds_fakes(value: Any) -> bool:
-    if isinstance(value, (list, tuple, dict)):
-        # Plain ones, as Keras's own have no order that is known.
-        plain: Any = dict(value) if isinstance(value, dict) else list(value)
-        return any(map(_is_fake, optree.tree_leaves(plain)))
-    return _is_fake(value)
-
-
-def _is_fake(value: Any) -> bool:
-    return hasattr(value, "fake_mode")
+def _holds_fakes(value: Any, depth: int = 3) -> bool:
+    """Whether a value is a tensor without numbers, or such a list or dict."""
+    if depth and isinstance(value, (list, tuple, dict)):
+        items = dict.values(value) if isinstance(value, dict) else value
+        return any(_holds_fakes(item, depth - 1) for item in items)
+    return isinstance(value, torch.Tensor) and hasattr(value, "fake_mode")

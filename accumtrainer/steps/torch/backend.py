@@ -16,7 +16,7 @@ import torch
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import KERAS_NAME, flatten_layers, tree
-from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
+from accumtrainer.keras_api.types import Layer, Model, Nest, Tensor, Variable
 from accumtrainer.steps.backend import Backend, HasVariables
 from accumtrainer.steps.memory import Backup
 from accumtrainer.steps.torch import memory
@@ -143,11 +143,13 @@ class TorchBackend(Backend):
     def _recording(self) -> Iterator[None]:
         self._is_recording = True
         try:
-            layers = [] if self._model is None else flatten_layers(self._model)
+            model = (
+                self._model or self._modules.model
+            )  # inside `fit` the latter
             with (
                 recorded_draws(),
-                _unchanged_buffers(self._model),
-                attributes_put_back(layers),
+                _unchanged_buffers(model),
+                attributes_put_back(_layers_of(model)),
             ):
                 yield
         finally:
@@ -313,13 +315,17 @@ class TorchBackend(Backend):
 @contextlib.contextmanager
 def _unchanged_buffers(model: Any) -> Iterator[None]:
     """Put back what modules of PyTorch keep beside their parameters."""
-    layers = [] if model is None else flatten_layers(model)
+    layers = _layers_of(model)
     before = {b: b.clone() for layer in layers for b in layer.buffers()}
     try:
         yield
     finally:
         for buffer, value in before.items():
             buffer.copy_(value)
+
+
+def _layers_of(model: Model | None) -> list[Layer]:
+    return [] if model is None else flatten_layers(model)
 
 
 def _written(function: Callable[[], None]) -> Callable[[], None]:

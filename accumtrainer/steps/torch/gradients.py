@@ -96,13 +96,24 @@ def gradients_of_rows(
     split = len(results) - len(written)
     for variable, value in zip(written, results[split:], strict=True):
         variable.assign(value)
-    originals = [innermost().original(variable) for variable in variables]
     by = [
-        None if original is not None and not original.requires_grad else one
-        for original, one in zip(originals, found[:count], strict=True)
+        _hooked(innermost().original(variable), gradient)
+        for variable, gradient in zip(variables, found[:count], strict=True)
     ]
     nest = optree.tree_unflatten(structure, results[:split])
     return nest, [*by, *found[count:]]
+
+
+def _hooked(parameter: Tensor | None, gradient: Tensor) -> Tensor | None:
+    """Do to a gradient what is hooked; `None` if the parameter is frozen."""
+    if parameter is None:
+        return gradient
+    if not parameter.requires_grad:
+        return None
+    for hook in (getattr(parameter, HOOKS) or {}).values():
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
 
 
 def map_rows(function: Callable[[Nest], Nest], stacked: Nest) -> Nest:
