@@ -10,7 +10,7 @@ from keras_core_gaps import keras_3_only
 
 from accumtrainer import Accumulation, Trainer, WeightedLoss
 from accumtrainer.callbacks import GradientAccumulation
-from accumtrainer.keras_api import KERAS_NAME, keras, ops
+from accumtrainer.keras_api import keras, ops
 
 pytestmark = pytest.mark.usefixtures("without_xla")
 
@@ -147,9 +147,8 @@ def train_on(
     by="Trainer",
     denominator=None,
     k=4,
-    batch_size=6,
 ):
-    """Train for updates of four such batches, on these targets."""
+    """Train for an update of batches of 6, on these targets."""
     if by == "Trainer":
         trainer = Trainer(
             model,
@@ -159,12 +158,10 @@ def train_on(
             accumulation=k,
             seed=0,
         )
-        return trainer.fit(X, targets, batch_size=batch_size, verbose=0)
+        return trainer.fit(X, targets, batch_size=6, verbose=0)
     model.compile("sgd", loss)
     callback = GradientAccumulation(k, denominator=denominator)
-    return model.fit(
-        X, targets, batch_size=batch_size, callbacks=[callback], verbose=0
-    )
+    return model.fit(X, targets, batch_size=6, callbacks=[callback], verbose=0)
 
 
 def refusal(*arguments, **options):
@@ -235,57 +232,6 @@ def test_penalty_on_weights_goes_with_what_is_said_of_other_losses():
     assert "Say Trainer(denominator=fn)" in message
     assert "denominator='samples'" not in message
     assert "compute_loss" not in message
-
-
-def sum_of_columns(y, p):
-    return ops.sum(ops.square(y - p), axis=0)
-
-
-def mean_of_columns(y, p):
-    return ops.mean(ops.square(y - p), axis=0)
-
-
-def mean_in_axes_of_one(y, p):
-    return ops.mean(ops.square(y - p), keepdims=True)
-
-
-def of_pairs(y, p):
-    return ops.square(ops.matmul(y - p, ops.transpose(y - p)))
-
-
-REDUCED = {
-    "sum": (sum_of_columns, "adds up over samples"),
-    "mean": (mean_of_columns, "is a mean over samples"),
-    "kept axes": (mean_in_axes_of_one, "is a mean over samples"),
-    "pairs": (of_pairs, "couples examples"),
-}
-if KERAS_NAME == "keras":
-    REDUCED["Dice"] = keras.losses.Dice(axis=(0,)), "couples examples"
-
-
-# Micro-batches of 3 have as many examples as there are columns.
-@pytest.mark.parametrize("batch_size", [6, 3])
-@pytest.mark.parametrize("name", REDUCED)
-def test_values_that_are_not_one_per_example_are_refused(name, batch_size):
-    loss, shown = REDUCED[name]
-    message = refusal(make_model(), loss, batch_size=batch_size)
-    assert "whose values are not one per example. A trial" in message
-    assert f"shows that it {shown}" in message
-
-
-def test_mean_over_samples_in_columns_is_exact_as_stated():
-    model, expected = make_model(), make_model()
-    expected.set_weights(model.get_weights())
-    expected.compile("sgd", mean_of_columns)
-    expected.train_on_batch(X[:24], Y[:24])
-    train(model, mean_of_columns, denominator="samples")
-    weights = zip(model.get_weights(), expected.get_weights(), strict=True)
-    for one, other in weights:
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-
-
-def test_values_of_all_elements_in_a_row_are_believed():
-    train(make_model(), lambda y, p: ops.reshape(ops.square(y - p), [-1]))
 
 
 COUPLING = {

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from accumtrainer import Accumulation, Trainer
+from accumtrainer.callbacks import GradientAccumulation
 from accumtrainer.keras_api import BACKEND, keras, ops
 
 if BACKEND != "torch":
@@ -45,13 +46,16 @@ def make_model(*more):
     return keras.Sequential([keras.Input([4]), *more, layers.Dense(3)])
 
 
-def train(make, *, x=X, **options):
+IN_TWOS = Accumulation(micro_batch_size=2)
+
+
+def train(make, *, x=X, accumulation=IN_TWOS, **options):
     keras.utils.set_random_seed(3)
     trainer = Trainer(
         make(),
         optimizer=keras.optimizers.SGD(0.1),
         loss="mse",
-        accumulation=Accumulation(micro_batch_size=2),
+        accumulation=accumulation,
         **options,
     )
     trainer.fit(x, Y, batch_size=6, epochs=2, shuffle=False, verbose=0)
@@ -179,6 +183,60 @@ def test_what_a_layer_shows_others_has_numbers():
     np.testing.assert_array_equal(layer.last[0].numpy(), X[-2:])
 
 
+class Mixed(layers.Layer):
+    """Keeps layers and what they compute in one dict and in one list."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = {"dense": layers.Dense(4), "last": None}
+        self.more = [layers.Dense(4), None]
+
+    def build(self, shape):
+        self.parts["dense"].build(shape)
+        self.more[0].build(shape)
+
+    def call(self, inputs):
+        self.parts["last"] = self.parts["dense"](inputs)
+        self.more[1] = self.more[0](self.parts["last"])
+        return self.more[1]
+
+
+class Delaying(layers.Layer):
+    """Adds what it was given before, with which nothing can be recorded."""
+
+    before = None
+
+    def call(self, inputs):
+        if inputs.device.type == "meta":
+            return inputs * 1.0
+        before, self.before = self.before, inputs.detach()
+        return inputs if before is None else inputs + before.mean()
+
+
+@pytest.mark.parametrize("layer", [Mixed, Delaying])
+def test_layers_have_what_they_had_where_they_cannot_be_recorded(layer):
+    def train_inside_fit():
+        keras.utils.set_random_seed(3)
+        model = make_model(layer())
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(
+            X,
+            Y,
+            batch_size=2,
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+            callbacks=[GradientAccumulation(3)],
+        )
+        return model
+
+    expected = train(lambda: make_model(layer()), run_eagerly=True)
+    for ours in (train(lambda: make_model(layer())), train_inside_fit()):
+        weights = ours.get_weights(), expected.get_weights()
+        for one, other in zip(*weights, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 class SelfAttention(layers.Layer):
     """Gives attention what is repeated by the derivative of a mean."""
 
@@ -252,6 +310,11 @@ def test_parameters_that_pytorch_has_frozen_stay(make):
 
 def test_gradients_are_changed_by_what_is_hooked_to_a_parameter():
     assert_as_by_keras(masked_gradient)
+    expected = train_plainly(masked_gradient).get_weights()
+    accumulation = Accumulation(micro_batch_size=2, per_example=True)
+    ours = train(masked_gradient, accumulation=accumulation).get_weights()
+    for one, other in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 @leaves_variables_unused

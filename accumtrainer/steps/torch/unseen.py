@@ -17,7 +17,25 @@ SET_DATA = Tensor.data.__set__
 """What gives a tensor other memory, by `tensor.data = `."""
 
 
-class Telling(overrides.TorchFunctionMode):
+class _Watching(overrides.TorchFunctionMode):
+    """A scope that looks at every function of PyTorch before it runs."""
+
+    def __torch_function__(
+        self,
+        function: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        del types
+        self.look(function)
+        return function(*args, **(kwargs or {}))
+
+    def look(self, function: Any) -> None:
+        """Look at a function that is about to run."""
+
+
+class Telling(_Watching):
     """A scope that notes whether the host learns numbers.
 
     Attributes:
@@ -28,33 +46,19 @@ class Telling(overrides.TorchFunctionMode):
         super().__init__()
         self.tells = False
 
-    def __torch_function__(
-        self,
-        function: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        del types
+    def look(self, function: Any) -> None:
+        """Note what tells them."""
         self.tells |= function in TELLS
-        return function(*args, **(kwargs or {}))
 
 
-class OnlyWhatIsSeen(overrides.TorchFunctionMode):
-    """A scope in which tensors keep the memory that they have.
+class OnlyWhatIsSeen(_Watching):
+    """A scope in which tensors keep the memory that they have."""
 
-    Raises:
-        ValueError: one is given other memory, which would not be recorded.
-    """
+    def look(self, function: Any) -> None:
+        """Refuse to give one other memory, which would not be recorded.
 
-    def __torch_function__(
-        self,
-        function: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        del types
+        Raises:
+            ValueError: it was to be.
+        """
         if function == SET_DATA:
             raise ValueError("other memory for a tensor is not recorded")
-        return function(*args, **(kwargs or {}))
