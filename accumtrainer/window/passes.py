@@ -16,18 +16,14 @@ from accumtrainer.keras_api import flatten_layers, ops, tree
 from accumtrainer.keras_api.types import Nest, Tensor, Variable
 from accumtrainer.layers import WindowLayer
 from accumtrainer.window.clipping import global_norm
+from accumtrainer.window.draws import only_drawing
 from accumtrainer.window.gradient_cache import GradientCache
 from accumtrainer.window.gradients import Gradients, Uses, uses
 from accumtrainer.window.hooks import HOOK_NAMES, Info, collect_logs
 from accumtrainer.window.loss_scale import computes_in_float16
 from accumtrainer.window.losses import WeightedLoss, count_samples
 from accumtrainer.window.numbers import OfMicroBatch, OfPart
-from accumtrainer.window.objective import (
-    Measured,
-    Objective,
-    is_random_state,
-    total_loss,
-)
+from accumtrainer.window.objective import Measured, Objective, total_loss
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.passed import Passed, summary_of
 from accumtrainer.window.per_example import (
@@ -37,7 +33,7 @@ from accumtrainer.window.per_example import (
     map_examples,
     to_be_judged,
 )
-from accumtrainer.window.state import RunningSums, Scratch
+from accumtrainer.window.state import RunningSums
 from accumtrainer.window.weighing import (
     Share,
     loss_factors,
@@ -82,6 +78,11 @@ class Passes:
         self.gradients = Gradients(parts)
         self.measures_gradients = False
         self.streams: list[Variable] = []
+
+    @property
+    def variables(self) -> list[Variable]:
+        """What a micro-batch may read or move, and what it draws from."""
+        return [*self._parts.variables, *self.streams]
 
     @functools.cached_property
     def window_layers(self) -> list[WindowLayer]:
@@ -334,40 +335,19 @@ class Passes:
         draws what it will draw. Where examples are run by themselves their
         number comes last.
         """
-        states = self._random_states()
-        with Scratch([*self._parts.variables, *self.streams]) as scope:
+        with only_drawing(self.variables):
             info = self.info(index, share)
             self._fold_in(index, share)
-            if self._parts.per_example:
-                examples = map_examples(
-                    self._parts,
-                    lambda row: self._denominators(row, info),
-                    batch,
-                    self.streams,
-                )
-                count = ops.reshape(count_samples(batch.x), [1])
-                examples = ops.sum(examples, axis=0)
-                measured = ops.concatenate([examples, count])
-            else:
-                measured = self._denominators(batch, info)
-            moved = [(v, v.value) for v in states if scope.has_written(v)]
-        for state, value in moved:
-            state.assign(value)
-        return measured
-
-    @contextlib.contextmanager
-    def drawing_again(self) -> Iterator[None]:
-        """Draw in here what is drawn again afterwards."""
-        states = self._random_states()
-        # Of TensorFlow's variables the value is the variable.
-        before = [(v, ops.copy(v.value)) for v in states]
-        yield
-        for state, value in before:
-            state.assign(value)
-
-    def _random_states(self) -> list[Variable]:
-        variables = [*self._parts.variables, *self.streams]
-        return list(filter(is_random_state, variables))
+            if not self._parts.per_example:
+                return self._denominators(batch, info)
+            examples = map_examples(
+                self._parts,
+                lambda row: self._denominators(row, info),
+                batch,
+                self.streams,
+            )
+            count = ops.reshape(count_samples(batch.x), [1])
+            return ops.concatenate([ops.sum(examples, axis=0), count])
 
     def _denominators(self, batch: Batch, info: Info) -> Tensor:
         measure = functools.partial(

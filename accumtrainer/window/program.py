@@ -40,6 +40,7 @@ from typing import Any
 from accumtrainer.data.batches import Batch, leaves, map_leaves
 from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.types import Nest, Tensor
+from accumtrainer.window.draws import drawing_again
 from accumtrainer.window.gradient_cache import (
     join,
     join_rows,
@@ -264,7 +265,7 @@ class WindowProgram:
             what has been added to them.
         """
         if share.weighing.needs_totals:
-            with self.passes.drawing_again():
+            with drawing_again(self.passes.variables):
                 totals = self.passes.scan_denominators(stacked, share)
             share = share._replace(totals=totals)
         sums = self.passes.gradients.no_sums()

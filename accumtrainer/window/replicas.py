@@ -29,6 +29,7 @@ from accumtrainer.data.batches import (
 from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.types import Nest, Tensor, Variable
 from accumtrainer.window.backend import WindowBackend
+from accumtrainer.window.draws import drawing_again
 from accumtrainer.window.gradients import Uses, join_uses
 from accumtrainer.window.hooks import context_of
 from accumtrainer.window.losses import WeightedLoss
@@ -278,7 +279,7 @@ class SharedWindow:
     def _totals_of_one(self, shares: Shares, share: Share) -> Tensor:
         begun, totals = 0, 0.0
         is_first = ops.equal(share.replica, 0)
-        with self._passes.drawing_again():
+        with drawing_again(self._passes.variables):
             for is_copied, batches in enumerate(shares):
                 for stacked in batches:
                     added = self._passes.scan_denominators(
