@@ -126,20 +126,24 @@ def batch_gradients(model, batch):
     Returns:
         Pair: the loss as a float, and the list of gradient tensors.
     """
-    tensors = tree.map_structure(
-        lambda leaf: None if leaf is None else ops.convert_to_tensor(leaf),
-        Batch(*batch),
-    )
+
+    def make_tensors():
+        # Anew for each call: on PyTorch Keras multiplies weights in place.
+        return tree.map_structure(
+            lambda leaf: None if leaf is None else ops.copy(leaf),
+            Batch(*batch),
+        )
+
     objective = objective_of(model)
     outputs = getattr(model, "outputs", ())
     if len(outputs) > 1 and len(model.metrics) < len(outputs):
         # Their losses have metrics too, which Keras makes at the first call.
-        objective(*tensors)
+        objective(*make_tensors())
     loss, gradients = differentiate(
         objective,
         model.trainable_variables,
         model.non_trainable_variables,
-        tensors,
+        make_tensors(),
     )
     return float(loss), gradients
 
