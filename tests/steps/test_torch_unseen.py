@@ -79,10 +79,10 @@ def assert_as_by_keras(make, x=X):
 
 
 def turned(layer, inputs):
-    values = inputs @ layer.kernel
-    aside = values.detach()[:, None]
+    values = (inputs @ layer.kernel).reshape(-1, 2, 2)
+    aside = values.detach()
     aside.transpose_(1, 2)
-    return values * aside[:, :, 0]
+    return torch.matmul(values, aside).reshape(-1, 4)
 
 
 def doubled(layer, inputs):
@@ -133,6 +133,9 @@ class Positions(layers.Layer):
     """Keeps a table that it makes as long as is needed."""
 
     table = None
+
+    def compute_output_shape(self, shape):
+        return shape
 
     def call(self, inputs):
         if self.table is None or len(self.table) < inputs.shape[1]:
