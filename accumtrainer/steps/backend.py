@@ -148,6 +148,15 @@ class Backend(WindowBackend):
             jit_compile: whether XLA compiles it.
         """
 
+    def run_fused(self, function: Compiled, argument: Nest) -> Nest | None:
+        """Run a compiled function that consumes a whole window.
+
+        Returns:
+            Nest, what it returns; or `None` where nothing has run, and the
+            window had better be streamed.
+        """
+        return function(argument)
+
     def expect(self, function: Compiled, calls: Sequence[tuple]) -> None:
         """Prepare a compiled function for arguments of different shapes."""
         del function, calls  # a program has one shape

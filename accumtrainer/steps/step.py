@@ -52,6 +52,8 @@ class Step:
         )
         self._functions: dict[Hashable, Compiled] = {}
         self._revision = program.variables.revision
+        # Whether whole windows were seen to run better in parts.
+        self._is_split = False
         # Of the open window: how it is weighed, and what each micro-batch uses.
         self._open: Weighing = NOT_WEIGHED
         self._used: list[Uses] = []
@@ -63,19 +65,24 @@ class Step:
             DataError: see `Backend.check`.
         """
         self._program.variables.note_kind()
-        if self._backend.replicas.count > 1 or self._is_fused(window):
+        backend = self._backend
+        result, join = None, {}
+        if backend.replicas.count > 1:
             function, argument, join = self._whole(window)
-            packed, rows = function(argument)
-            report = Report(packed, rows, **join)
-        else:
+            result = function(argument)
+        elif self._is_fused(window):
+            function, argument, join = self._whole(window)
+            result = backend.run_fused(function, argument)
+            self._is_split = result is None
+        if result is None:
             self._perturb(window)
             function, calls, used = self._stream(window, window.split())
             rows, marks = zip(*starmap(function, calls), strict=True)
             marks = join_uses([*used, *marks])
             apply = self._apply(self._weighing(window), marks)
-            packed = apply(self._constant(window.micro_batches))
-            report = Report(packed, list(rows))
-        self._backend.check(report.was_applied)
+            result = apply(self._constant(window.micro_batches)), list(rows)
+        report = Report(*result, **join)
+        backend.check(report.was_applied)
         return report
 
     # A window whose micro-batches come one by one.
@@ -174,7 +181,7 @@ class Step:
     def _is_fused(self, window: Window) -> bool:
         # Nothing loops over a single micro-batch.
         is_whole = self._plan.name == "fused" or window.micro_batches == 1
-        return window.is_even and is_whole
+        return window.is_even and is_whole and not self._is_split
 
     def _whole(self, window: Window) -> tuple[Compiled, Nest, dict[str, Any]]:
         """Prepare to run a window in one call.

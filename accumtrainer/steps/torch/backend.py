@@ -26,7 +26,8 @@ from accumtrainer.steps.torch.gradients import (
     gradients_of_rows,
     map_rows,
 )
-from accumtrainer.steps.torch.layouts import Order, lay_out
+from accumtrainer.steps.torch.layouts import Order, laid_out, lay_out
+from accumtrainer.steps.torch.loops import record_scan
 from accumtrainer.steps.torch.marks import record_branch
 from accumtrainer.steps.torch.modules import Modules
 from accumtrainer.steps.torch.programs import Holder, Program
@@ -80,7 +81,7 @@ class TorchBackend(Backend):
         self, *, loops_badly: bool, supports_jit: bool
     ) -> tuple[Literal["fused", "streamed"], bool]:
         del loops_badly, supports_jit
-        return "streamed", False
+        return "fused", False
 
     def has_accelerator(self) -> bool:
         return default_device().type != "cpu"
@@ -128,6 +129,10 @@ class TorchBackend(Backend):
                 return function(*arguments)
 
         return Program(run, holder, recording, compiles=jit_compile)
+
+    def run_fused(self, function: Program, argument: Nest) -> Nest | None:
+        # Of what is streamed, the update can be recorded at least.
+        return function.run_if_recorded(argument)
 
     def _begin(self, variables: Sequence[Variable]) -> None:
         """Get variables ready that a program has not used before."""
@@ -225,6 +230,10 @@ class TorchBackend(Backend):
         dtypes: Nest = "float32",
     ) -> tuple[Nest, list[Tensor]]:
         del dtypes  # known from the results
+        if self._is_recording and int(length) > 1:
+            # Sums lie as what is added to them does.
+            carry = [laid_out(tensor, self._orders) for tensor in carry]
+            return record_scan(body, stacked, int(length), carry)
         carried, results = list(carry), []
         for position in range(int(length)):
             item = tree.map_structure(

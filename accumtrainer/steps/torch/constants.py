@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from accumtrainer.keras_api.types import Tensor
+from accumtrainer.steps.torch.marks import COLLECT, ITEM
 
 aten = torch.ops.aten
 
@@ -54,6 +55,8 @@ def make_constant(module: fx.GraphModule, node: fx.Node) -> None:
     if torch.Tag.nondeterministic_seeded in tags:
         return
     if not inputs and node.target not in CONSTANTS:
+        return
+    if node.target in (ITEM, COLLECT):
         return
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.numel() > MOST_CONSTANT:

@@ -6,14 +6,14 @@ is as large as the embedding, though few of its rows are not zero. Keras's
 optimizers make a list of new tensors for each term of their formulas.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
 
-from accumtrainer.steps.torch.marks import MARK
+from accumtrainer.steps.torch.marks import LOOP, MARK
 from accumtrainer.steps.torch.schemas import arguments_changed_by
 from accumtrainer.steps.torch.shapes import is_view
 
@@ -49,8 +49,12 @@ def fuse(graph: fx.Graph, changed: set[fx.Node]) -> None:
         changed: values that operations change in place.
     """
     for node in list(graph.nodes):
+        if node.target is aten.copy_.default:
+            _add_to_itself(graph, node)
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
         if node.target is aten.add_.Tensor:
-            _add_gradient(graph, node, changed)
+            _add_gradient(graph, node, changed, places)
         elif node.target is ADD_LIST:
             _add_products(node)
         elif node.target is ADD:
@@ -58,8 +62,27 @@ def fuse(graph: fx.Graph, changed: set[fx.Node]) -> None:
     graph.eliminate_dead_code()
 
 
+def _add_to_itself(graph: fx.Graph, node: fx.Node) -> None:
+    """Add in place what is added to a value to be written over it."""
+    total, made = node.args
+    if not _is_read_once(made) or made.target is not aten.add.Tensor:
+        return
+    if made.kwargs or made.args[0] is not total or node.kwargs:
+        return
+    if "val" not in total.meta or not _stays(made, node):
+        return
+    with graph.inserting_before(node):
+        added = graph.call_function(aten.add_.Tensor, made.args)
+    added.meta = dict(total.meta)
+    graph.erase_node(node)
+    graph.erase_node(made)
+
+
 def _add_gradient(
-    graph: fx.Graph, node: fx.Node, changed: set[fx.Node]
+    graph: fx.Graph,
+    node: fx.Node,
+    changed: set[fx.Node],
+    places: dict[fx.Node, int],
 ) -> None:
     """Add to a total what is made for nothing else, while it is made."""
     total, made = node.args
@@ -69,7 +92,7 @@ def _add_gradient(
         return
     if changed & memory_of(made.all_input_nodes):
         return
-    with graph.inserting_before(_place_of(made, node)):
+    with graph.inserting_before(_place_of(made, node, places)):
         if made.target is aten.embedding_dense_backward.default:
             is_added = _add_rows(graph, total, made)
         else:
@@ -84,15 +107,21 @@ def _is_read_once(value: Any) -> bool:
     return isinstance(value, fx.Node) and len(value.users) == 1
 
 
-def _place_of(made: fx.Node, node: fx.Node) -> fx.Node:
+def _place_of(
+    made: fx.Node, node: fx.Node, places: dict[fx.Node, int]
+) -> fx.Node:
     """Find where to add a value: early, as what it is made of takes memory."""
     total = node.args[0]
-    readers = {user for user in total.users if user.op != "output"}
     later = made
     while later is not node and later.target is not MARK:
         later = later.next
-    is_free = total.op == "placeholder" and readers == {node}
-    return made if is_free and later is node else node
+    if later is not node or memory_of([total]) != {total}:
+        return node
+    # The total is not made meanwhile, nor does anybody read it.
+    first = places[made]
+    others = {total, *_readers(total)} - {node}
+    is_read = any(first <= places.get(n, first) < places[node] for n in others)
+    return node if is_read else made
 
 
 def _add_rows(graph: fx.Graph, total: fx.Node, made: fx.Node) -> bool:
@@ -130,7 +159,7 @@ def _add_products(node: fx.Node) -> None:
     if source is None or source.target not in ADDING:
         return
     dtypes = {n.meta["val"].dtype for n in (*totals, *source.all_input_nodes)}
-    if len(dtypes) > 1 or _changes_between(source, node):
+    if len(dtypes) > 1 or not _stays(source, node):
         return
     node.target = ADDING[source.target]
     node.args = (totals, *source.args)
@@ -142,6 +171,8 @@ def _add_in_place(graph: fx.Graph, node: fx.Node) -> None:
     values, number = node.args
     source = _only_source(values)
     if source is None or source.target not in MAKE_NEW:
+        return
+    if not _stays(source, node):
         return
     with graph.inserting_before(node):
         graph.call_function(ADD_IN_PLACE, (values, number))
@@ -165,14 +196,19 @@ def _only_source(items: Iterable[fx.Node]) -> fx.Node | None:
     return source if is_whole else None
 
 
-def _changes_between(source: fx.Node, node: fx.Node) -> bool:
-    """Whether what an operation reads is another before some later one."""
+def _stays(source: fx.Node, node: fx.Node) -> bool:
+    """Whether an operation would make the same in the place of a later one.
+
+    What it reads is the same there, and it would be run as often.
+    """
     between, later = [], source.next
     while later is not node:
         between.append(later)
         later = later.next
+    if any(n.target is MARK and n.args[1] == LOOP for n in between):
+        return False
     changed = memory_of(changed_by(between))
-    return bool(changed & memory_of(source.all_input_nodes))
+    return not changed & memory_of(source.all_input_nodes)
 
 
 def changed_by(nodes: Iterable[fx.Node]) -> set[fx.Node]:
@@ -182,6 +218,14 @@ def changed_by(nodes: Iterable[fx.Node]) -> set[fx.Node]:
         arguments = arguments_changed_by(node.target, node.args, node.kwargs)
         fx.node.map_arg(arguments, changed.add)
     return changed
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """List what reads a value, or a view of it."""
+    for user in node.users:
+        yield user
+        if user.op != "output" and is_view(user):
+            yield from _readers(user)
 
 
 def memory_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:

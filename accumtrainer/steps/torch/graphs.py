@@ -2,8 +2,8 @@
 
 `make_fx` records what a function does with tensors, its derivatives too, as a
 list of operations without the Python around them. Where a function branches,
-both ways are recorded, one after the other, between `mark`s; such a graph is
-run in pieces.
+both ways are recorded, one after the other, between `mark`s, and where it loops
+one turn is; such a graph is run in pieces.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +20,13 @@ from accumtrainer.steps.torch.constants import (
     same_as,
 )
 from accumtrainer.steps.torch.fusions import changed_by, fuse, memory_of
-from accumtrainer.steps.torch.marks import IF, MARK
+from accumtrainer.steps.torch.marks import COLLECT, IF, ITEM, LOOP, MARK
 from accumtrainer.steps.torch.normalization import normalize
 from accumtrainer.steps.torch.schemas import (
     can_run_again,
     returns_its_first,
 )
-from accumtrainer.steps.torch.shapes import simplify
+from accumtrainer.steps.torch.shapes import is_view, simplify
 from accumtrainer.steps.torch.source import Row, compiled, emitted
 from accumtrainer.steps.torch.unseen import OnlyWhatIsSeen
 
@@ -131,8 +131,57 @@ class _Branch:
         (on_true if values[self._predicate] else on_false).run(values)
 
 
+class _Loop:
+    """A list of pieces that is run for every item."""
+
+    def __init__(
+        self, module: fx.GraphModule, indices: fx.Node, body: "_Pieces"
+    ):
+        self._module = module
+        self._turns = len(indices.meta["val"])
+        self._body = body
+        self._results = [node.args[0] for node in body.collected]
+        stacks = [node.args[0] for node in body.items]
+        read = body.needed.union(stacks, self._results) - body.made
+        self.reads = {node for node in read if node.op != "get_attr"}
+        self._forgets: set[fx.Node] = set()
+
+    def finish(self, later: set[fx.Node]) -> None:
+        """Make the functions, once it is known what is read later."""
+        # Every turn reads again what the first one has read.
+        self._body.forget_early(later.union(self.reads, self._results))
+        self._forgets = (self.reads | set(self._results)) - later
+
+    def run(self, values: dict[fx.Node, Tensor]) -> None:
+        """Run turn by turn, and change what is known."""
+        body = self._body
+        stacks = [self._value(item.args[0], values) for item in body.items]
+        parts = [stack.unbind() for stack in stacks]
+        columns: list[list[Tensor]] = [[] for _ in body.collected]
+        for turn in range(self._turns):
+            for item, column in zip(body.items, parts, strict=True):
+                values[item] = column[turn]
+            body.run(values)
+            for result, column in zip(self._results, columns, strict=True):
+                column.append(self._value(result, values))
+        for node in self._forgets:
+            values.pop(node, None)
+        for node, column in zip(body.collected, columns, strict=True):
+            values[node] = torch.stack(column)
+
+    def _value(self, node: fx.Node, values: dict[fx.Node, Tensor]) -> Tensor:
+        constant = _constant_of(self._module, node)
+        return values[node] if constant is node else constant
+
+
 class _Pieces:
-    """The pieces of a graph in their order."""
+    """The pieces of a graph in their order.
+
+    Attributes:
+        made: everything that is made by them.
+        items: what a loop goes through, of which these are the pieces.
+        collected: what it makes.
+    """
 
     def __init__(
         self,
@@ -141,20 +190,31 @@ class _Pieces:
         *,
         compiles: bool,
     ):
-        self._pieces: list[_Run | _Branch] = []
+        self._pieces: list[_Run | _Branch | _Loop] = []
+        self.made: set[fx.Node] = set()
+        self.items: list[fx.Node] = []
+        self.collected: list[fx.Node] = []
         row: list[fx.Node] = []
+        kinds = {ITEM: self.items, COLLECT: self.collected}
         for node in nodes:
             if node.target is not MARK:
-                row.append(node)
+                self.made.add(node)
+                kinds.get(node.target, row).append(node)
                 continue
             if row:
                 self._pieces.append(_Run(module, row, compiles=compiles))
             row = []
             predicate, part = node.args
+            if part == LOOP:
+                body = _Pieces(module, nodes, compiles=compiles)
+                self.made |= body.made
+                self._pieces.append(_Loop(module, predicate, body))
+                continue
             if part != IF:
                 break  # who has begun it goes on behind it
             on_true = _Pieces(module, nodes, compiles=compiles)
             on_false = _Pieces(module, nodes, compiles=compiles)
+            self.made |= on_true.made | on_false.made
             if predicate.op == "get_attr":  # always the same way
                 always = getattr(module, predicate.target)
                 self._pieces += (on_true if always else on_false)._pieces
@@ -214,7 +274,13 @@ def _tidy(module: fx.GraphModule) -> None:
     changed = memory_of(changed_by(graph.nodes))
     needed = changed | memory_of(graph.output_node().all_input_nodes)
     for node in list(graph.nodes):
-        if node.op == "call_function" and node not in changed:
+        if _copies_what_is_lost(node):
+            for kind in (changed, needed):
+                if node in kind:
+                    kind.add(node.args[0])
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif node.op == "call_function" and node not in changed:
             if node.target is aten.view.default:
                 # Memory may lie otherwise than foretold while recording.
                 node.target = aten.reshape.default
@@ -233,6 +299,21 @@ def _tidy(module: fx.GraphModule) -> None:
     fuse(graph, changed)
 
 
+def _copies_what_is_lost(node: fx.Node) -> bool:
+    """Whether nothing but a copy reads a value, which has its own memory."""
+    if node.target is not aten.clone.default:
+        return False
+    (source,) = node.all_input_nodes
+    values = [n.meta.get("val") for n in (source, node)]
+    return (
+        source.op == "call_function"
+        and len(source.users) == 1
+        and not is_view(source)
+        and all(isinstance(value, torch.Tensor) for value in values)
+        and values[0].stride() == values[1].stride()
+    )
+
+
 def _copied_by(node: fx.Node, needed: set[fx.Node]) -> fx.Node | None:
     """Return what a graph is given, if it is copied and only read."""
     if node.target is not aten.clone.default:
@@ -241,7 +322,7 @@ def _copied_by(node: fx.Node, needed: set[fx.Node]) -> fx.Node | None:
     if needed & memory_of([source]) or "val" not in source.meta:
         return None
     whole = source
-    if source.target is aten.select.int:
+    if source.target in (aten.select.int, ITEM):
         whole = source.args[0]
     lies_alike = source.meta["val"].stride() == node.meta["val"].stride()
     return source if whole.op == "placeholder" and lies_alike else None

@@ -89,13 +89,28 @@ class Program:
         self._recorded: dict[tuple, Recording | None] = {}
 
     def __call__(self, *arguments: Nest) -> Nest:
-        leaves, treedef = optree.tree_flatten(cast(Any, arguments))
-        leaves = list(map(to_tensor, leaves))
-        memory = self._holder.memory
+        leaves, treedef = _flatten(arguments)
+        recorded = self._find(leaves, treedef)
+        if recorded is not None:
+            return recorded.run(self._holder.memory, leaves)
+        return self._run_operations(leaves, treedef)
+
+    def run_if_recorded(self, *arguments: Nest) -> Nest | None:
+        """Run, but not operation by operation if that was not asked for.
+
+        Returns:
+            Nest, or `None` if it cannot be recorded.
+        """
+        leaves, treedef = _flatten(arguments)
+        recorded = self._find(leaves, treedef)
+        if recorded is not None:
+            return recorded.run(self._holder.memory, leaves)
         if self._recording is not None:
-            recorded = self._find(leaves, treedef)
-            if recorded is not None:
-                return recorded.run(memory, leaves)
+            return None
+        return self._run_operations(leaves, treedef)
+
+    def _run_operations(self, leaves: list[Tensor], treedef: Any) -> Nest:
+        memory = self._holder.memory
         tensors: Any = optree.tree_unflatten(treedef, _copied(leaves))
         with torch.no_grad(), Pending(memory) as scope:
             result = self._function(*tensors)
@@ -108,6 +123,9 @@ class Program:
 
     def _find(self, leaves: list[Tensor], treedef: Any) -> "Recording | None":
         """Return what was recorded for such arguments, or record it."""
+        if self._recording is None:
+            return None
+        _ = self._holder.memory  # looks the variables up
         variables = self._holder.variables
         if self._variables is not variables:
             self._variables, self._recorded = variables, {}
@@ -200,6 +218,11 @@ class _Recorder:
         scope.write()
         self.missing = list(memory.missing.values())
         return results
+
+
+def _flatten(arguments: tuple[Nest, ...]) -> tuple[list[Tensor], Any]:
+    leaves, treedef = optree.tree_flatten(cast(Any, arguments))
+    return list(map(to_tensor, leaves)), treedef
 
 
 def _copied(leaves: Sequence[Tensor]) -> list[Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from accumtrainer.steps.torch.marks import END, IF, MARK
+from accumtrainer.steps.torch.marks import END, IF, ITEM, LOOP, MARK
 
 aten = torch.ops.aten
 
@@ -118,8 +118,11 @@ class _Rewriter:
             self._graph.erase_node(node)
 
     def _enter(self, part: int) -> None:
-        """Begin with a part of a branch, which only what is in it can use."""
-        if part != IF:
+        """Begin with a part of a branch, or with a loop.
+
+        Only what is in it can use it.
+        """
+        if part not in (IF, LOOP):
             self._known.pop()
         if part != END:
             self._known.append({})
@@ -323,7 +326,9 @@ def name_of(target: Any) -> str:
 def is_view(node: fx.Node) -> bool:
     """Whether a value may be in the memory of what it is made of."""
     # What is no operation may be anything, an element of a list of views too.
-    return node.target in RESHAPES or getattr(node.target, "is_view", True)
+    if node.target in RESHAPES or node.target is ITEM:
+        return True
+    return getattr(node.target, "is_view", True)
 
 
 def _is_free(node: fx.Node) -> bool:
