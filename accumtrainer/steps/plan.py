@@ -29,7 +29,8 @@ class Plan:
     Args:
         name: `"fused"`, one compiled call per window, or `"streamed"`, one
             per micro-batch and one to apply. Windows of unequal micro-batches
-            run streamed under both.
+            run streamed under both, and so do those that PyTorch cannot record
+            as a whole.
         jit_compile: whether XLA compiles the calls, or on PyTorch
             `torch.compile`.
         run_eagerly: whether nothing is compiled, for debugging.

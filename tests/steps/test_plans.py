@@ -428,9 +428,9 @@ PLANS = {
         ({"conv_general_dilated"}, True, "fused, XLA"),
     ],
     "torch": [
-        ({"mm"}, False, "streamed"),
-        ({"convolution"}, False, "streamed"),
-        ({"convolution"}, True, "streamed"),
+        ({"mm"}, False, "fused"),
+        ({"convolution"}, False, "fused"),
+        ({"convolution"}, True, "fused"),
     ],
 }
 
