@@ -148,14 +148,13 @@ class Backend(WindowBackend):
             jit_compile: whether XLA compiles it.
         """
 
-    def run_fused(self, function: Compiled, argument: Nest) -> Nest | None:
-        """Run a compiled function that consumes a whole window.
+    def fused(self, function: Compiled) -> Callable[[Nest], Nest | None]:
+        """Return what runs a compiled function that consumes a whole window.
 
-        Returns:
-            Nest, what it returns; or `None` where nothing has run, and the
-            window had better be streamed.
+        That returns `None` where it has run nothing, and the window had better
+        be streamed.
         """
-        return function(argument)
+        return function
 
     def expect(self, function: Compiled, calls: Sequence[tuple]) -> None:
         """Prepare a compiled function for arguments of different shapes."""

@@ -72,7 +72,7 @@ class Step:
             result = function(argument)
         elif self._is_fused(window):
             function, argument, join = self._whole(window)
-            result = backend.run_fused(function, argument)
+            result = backend.fused(function)(argument)
             self._is_split = result is None
         if result is None:
             self._perturb(window)

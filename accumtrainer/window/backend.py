@@ -172,6 +172,10 @@ class WindowBackend(abc.ABC):
             embedding gradients added up, unless `keeps_rows`.
         """
 
+    def full_like(self, variable: Variable, number: float) -> Tensor:
+        """Make a tensor, float32, of a variable's shape and of one number."""
+        return ops.full(variable.shape, number, "float32")
+
     def add(self, total: Tensor, gradient: Tensor) -> Tensor:
         """Return the sum, float32, of a tensor and a gradient."""
         return total + ops.cast(gradient, "float32")

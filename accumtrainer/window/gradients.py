@@ -67,7 +67,7 @@ class Gradients:
     def no_sums(self) -> list[Tensor]:
         """Make sums of no gradients yet, float32."""
         return [
-            ops.full(v.shape, self.least(position), "float32")
+            self._backend.full_like(v, self.least(position))
             for position, v in enumerate(self._model.trainable_variables)
         ]
 

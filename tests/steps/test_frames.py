@@ -84,14 +84,20 @@ def stacks(monkeypatch):
     """List our frames of each call of a program, that call itself included."""
     programs = importlib.import_module(f"accumtrainer.steps.{BACKEND}.programs")
     compiled = programs.Program if BACKEND == "torch" else programs.Compiled
-    function = compiled.__call__
     found = []
 
-    def call(self, *arguments):
-        found.append([*ours(traceback.extract_stack()), "Compiled.__call__"])
-        return function(self, *arguments)
+    def note(name):
+        function = getattr(compiled, name)
 
-    monkeypatch.setattr(compiled, "__call__", call)
+        def call(self, *arguments):
+            found.append([*ours(traceback.extract_stack()), name])
+            return function(self, *arguments)
+
+        monkeypatch.setattr(compiled, name, call)
+
+    note("__call__")
+    if BACKEND == "torch":
+        note("run_if_recorded")
     return found
 
 

@@ -35,7 +35,8 @@ class SeesConvolutions(_python_dispatch.TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if function is aten.clone.default and result.numel() == self.size:
             # To be joined with others they are copied as Keras has them.
-            if not result.is_contiguous():
+            is_moved = result.stride() != args[0].stride()
+            if is_moved and not result.is_contiguous():
                 self.copied.append("before a convolution")
         if function is aten.convolution.default:
             image, kernel = args[:2]

@@ -26,7 +26,7 @@ from accumtrainer.steps.torch.gradients import (
     gradients_of_rows,
     map_rows,
 )
-from accumtrainer.steps.torch.layouts import Order, laid_out, lay_out
+from accumtrainer.steps.torch.layouts import Order, lay_out
 from accumtrainer.steps.torch.loops import record_scan
 from accumtrainer.steps.torch.marks import record_branch
 from accumtrainer.steps.torch.modules import Modules
@@ -130,9 +130,9 @@ class TorchBackend(Backend):
 
         return Program(run, holder, recording, compiles=jit_compile)
 
-    def run_fused(self, function: Program, argument: Nest) -> Nest | None:
+    def fused(self, function: Any) -> Callable[[Nest], Nest | None]:
         # Of what is streamed, the update can be recorded at least.
-        return function.run_if_recorded(argument)
+        return function.run_if_recorded
 
     def _begin(self, variables: Sequence[Variable]) -> None:
         """Get variables ready that a program has not used before."""
@@ -184,6 +184,10 @@ class TorchBackend(Backend):
             return gradients_of_rows(objective, variables, values)
         return gradients(objective, variables, values)
 
+    def full_like(self, variable: Variable, number: float) -> Tensor:
+        # A sum lies as what is added to it does.
+        return torch.full_like(variable.value, number, dtype=torch.float32)
+
     def add_to(self, variable: Variable, gradient: Tensor) -> None:
         variable.value.add_(gradient)
 
@@ -231,8 +235,6 @@ class TorchBackend(Backend):
     ) -> tuple[Nest, list[Tensor]]:
         del dtypes  # known from the results
         if self._is_recording and int(length) > 1:
-            # Sums lie as what is added to them does.
-            carry = [laid_out(tensor, self._orders) for tensor in carry]
             return record_scan(body, stacked, int(length), carry)
         carried, results = list(carry), []
         for position in range(int(length)):

@@ -66,7 +66,9 @@ def make_constant(module: fx.GraphModule, node: fx.Node) -> None:
         if argument.op == "get_attr":
             return getattr(module, argument.target)
         like = argument.meta["val"]  # which has no numbers
-        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        return torch.empty_strided(
+            like.shape, like.stride(), dtype=like.dtype, device=like.device
+        )
 
     arguments = fx.node.map_arg((node.args, node.kwargs), number)
     name = f"_made_{node.name}"

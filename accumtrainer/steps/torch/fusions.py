@@ -6,16 +6,19 @@ is as large as the embedding, though few of its rows are not zero. Keras's
 optimizers make a list of new tensors for each term of their formulas.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
 
+from accumtrainer.steps.torch.changes import (
+    changed_by,
+    memory_of,
+    readers_of,
+)
 from accumtrainer.steps.torch.marks import LOOP, MARK
-from accumtrainer.steps.torch.schemas import arguments_changed_by
-from accumtrainer.steps.torch.shapes import is_view
 
 aten = torch.ops.aten
 
@@ -119,7 +122,7 @@ def _place_of(
         return node
     # The total is not made meanwhile, nor does anybody read it.
     first = places[made]
-    others = {total, *_readers(total)} - {node}
+    others = {total, *readers_of(total)} - {node}
     is_read = any(first <= places.get(n, first) < places[node] for n in others)
     return node if is_read else made
 
@@ -209,31 +212,3 @@ def _stays(source: fx.Node, node: fx.Node) -> bool:
         return False
     changed = memory_of(changed_by(between))
     return not changed & memory_of(source.all_input_nodes)
-
-
-def changed_by(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Find the values that operations change in place."""
-    changed: set[fx.Node] = set()
-    for node in nodes:
-        arguments = arguments_changed_by(node.target, node.args, node.kwargs)
-        fx.node.map_arg(arguments, changed.add)
-    return changed
-
-
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """List what reads a value, or a view of it."""
-    for user in node.users:
-        yield user
-        if user.op != "output" and is_view(user):
-            yield from _readers(user)
-
-
-def memory_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Find the values of which some may be views, and these."""
-    found, left = set(), list(nodes)
-    while left:
-        node = left.pop()
-        if node not in found:
-            found.add(node)
-            left += node.all_input_nodes if is_view(node) else ()
-    return found

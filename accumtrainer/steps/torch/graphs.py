@@ -14,19 +14,24 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from accumtrainer.keras_api.types import Tensor
+from accumtrainer.steps.torch.changes import (
+    changed_by,
+    is_view,
+    memory_of,
+)
 from accumtrainer.steps.torch.constants import (
     is_zero,
     make_constant,
     same_as,
 )
-from accumtrainer.steps.torch.fusions import changed_by, fuse, memory_of
+from accumtrainer.steps.torch.fusions import fuse
 from accumtrainer.steps.torch.marks import COLLECT, IF, ITEM, LOOP, MARK
 from accumtrainer.steps.torch.normalization import normalize
 from accumtrainer.steps.torch.schemas import (
     can_run_again,
     returns_its_first,
 )
-from accumtrainer.steps.torch.shapes import is_view, simplify
+from accumtrainer.steps.torch.shapes import simplify
 from accumtrainer.steps.torch.source import Row, compiled, emitted
 from accumtrainer.steps.torch.unseen import OnlyWhatIsSeen
 

@@ -110,20 +110,13 @@ def lay_out(
     is_changed = False
     for variable in variables:
         value = variable.value
-        laid = laid_out(value.detach(), orders)
-        if laid.stride() != value.stride():
-            value.data = laid
-            is_changed = True
+        order = orders.get(value.shape)
+        if order is None or value.permute(order).is_contiguous():
+            continue
+        places = [order.index(axis) for axis in range(len(order))]
+        value.data = value.detach().permute(order).contiguous().permute(places)
+        is_changed = True
     return is_changed
-
-
-def laid_out(tensor: Tensor, orders: dict[torch.Size, Order]) -> Tensor:
-    """Copy a tensor to where it lies in the order of its shape, if need be."""
-    order = orders.get(tensor.shape)
-    if order is None or tensor.permute(order).is_contiguous():
-        return tensor
-    places = [order.index(axis) for axis in range(len(order))]
-    return tensor.permute(order).contiguous().permute(places)
 
 
 def _memory(tensor: Tensor) -> int:

@@ -1,7 +1,6 @@
 """Loops, of which one turn is recorded for all."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import optree
 import torch

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from accumtrainer.steps.torch.fusions import changed_by, memory_of
+from accumtrainer.steps.torch.changes import changed_by, memory_of
 from accumtrainer.steps.torch.marks import MARK
 from accumtrainer.steps.torch.shapes import name_of
 

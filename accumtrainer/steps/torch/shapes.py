@@ -13,23 +13,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from accumtrainer.steps.torch.marks import END, IF, ITEM, LOOP, MARK
+from accumtrainer.steps.torch.changes import (
+    RESHAPES,
+    first_changes,
+    is_view,
+)
+from accumtrainer.steps.torch.marks import END, IF, LOOP, MARK
 
 aten = torch.ops.aten
-
-VIEW_OF_PRODUCT = "_unsafe_view"
-"""What shapes a product of more axes; it has no other name."""
-
-RESHAPES = {
-    aten.view.default,
-    getattr(aten, VIEW_OF_PRODUCT).default,
-    aten.reshape.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.squeeze.default,
-}
-"""Operations that keep all elements in their order."""
 
 MOVES = {aten.permute.default, aten.transpose.int, aten.t.default}
 """Operations that change the order of axes."""
@@ -81,8 +72,9 @@ class _Rewriter:
 
     Args:
         graph: of operations.
-        changed: values that operations change in place. They stay where they
-            are, and so does what may be a view of them, or reads them.
+        changed: values that operations change in place. From there on they
+            stay where they are, and so does what may be a view of them, or
+            reads them.
 
     Attributes:
         fixed: what reads them, and can be made nowhere else.
@@ -93,6 +85,7 @@ class _Rewriter:
         self._places = {node: i for i, node in enumerate(graph.nodes)}
         self._place = 0
         self._unsafe = set(changed)
+        self._ends = first_changes(graph)
         self.fixed: set[fx.Node] = set()
         self._known: list[dict[str, fx.Node]] = [{}]
 
@@ -101,7 +94,9 @@ class _Rewriter:
         self._place = self._places[node]
         if node.target is MARK:
             self._enter(node.args[1])
-        if any(i in self._unsafe for i in node.all_input_nodes):
+        self._foresee_change(node)
+        unsafe = [i for i in node.all_input_nodes if i in self._unsafe]
+        if unsafe and not self._is_early(node, unsafe):
             self.fixed.add(node)
             if is_view(node):
                 self._unsafe.add(node)
@@ -116,6 +111,32 @@ class _Rewriter:
         if simpler is not node:
             node.replace_all_uses_with(simpler)
             self._graph.erase_node(node)
+
+    def _foresee_change(self, node: fx.Node) -> None:
+        """Note where what a view shows changes first."""
+        if is_view(node):
+            shown = (node, *node.all_input_nodes)
+            ends = [self._ends[n] for n in shown if n in self._ends]
+            if ends:
+                self._ends[node] = min(ends)
+
+    def _is_early(self, node: fx.Node, read: Sequence[fx.Node]) -> bool:
+        """Whether it is over with what it reads when that changes first."""
+        end = min(self._ends.get(n, 0) for n in read)
+        left, seen = [node], {node}
+        while left:
+            follower = left.pop()
+            if self._places.get(follower, end) >= end:
+                return False
+            if is_view(follower) or follower.target is aten.clone.default:
+                left += follower.users.keys() - seen
+                seen |= follower.users.keys()
+        return True
+
+    def can_wait(self, node: fx.Node) -> bool:
+        """Whether what a value is made of stays until where it is rewritten."""
+        ends = [self._ends[n] for n in node.all_input_nodes if n in self._ends]
+        return all(end > self._place for end in ends)
 
     def _enter(self, part: int) -> None:
         """Begin with a part of a branch, or with a loop.
@@ -174,6 +195,7 @@ class _Rewriter:
         if node is None:
             node = self._graph.call_function(target, args, kwargs)
             node.meta["val"] = target(*fx.node.map_arg(args, _value), **kwargs)
+            self._foresee_change(node)
         self._known[-1][key] = node
         return node
 
@@ -247,7 +269,7 @@ def _add(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
         is_read_once = is_read_once and len(product.users) == 1
     if product.target is not aten.mm.default or not is_read_once:
         return node
-    if product in rewriter.fixed:
+    if product in rewriter.fixed or not rewriter.can_wait(product):
         return node
     columns = _shape(product)[1]
     is_row = _shape(node)[-len(shape) :] == shape and shape.numel() == columns
@@ -321,14 +343,6 @@ def name_of(target: Any) -> str:
     """Name an operation without its overload; `""` for other functions."""
     is_operation = hasattr(target, "overloadpacket")
     return target.name().split("::")[1].split(".")[0] if is_operation else ""
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether a value may be in the memory of what it is made of."""
-    # What is no operation may be anything, an element of a list of views too.
-    if node.target in RESHAPES or node.target is ITEM:
-        return True
-    return getattr(node.target, "is_view", True)
 
 
 def _is_free(node: fx.Node) -> bool:

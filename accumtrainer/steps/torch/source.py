@@ -13,7 +13,7 @@ from torch import fx
 
 from accumtrainer import errors
 from accumtrainer.keras_api.types import Tensor
-from accumtrainer.steps.torch.fusions import memory_of
+from accumtrainer.steps.torch.changes import memory_of
 from accumtrainer.steps.torch.schemas import takes_only_what_builtins_take
 
 aten = torch.ops.aten
