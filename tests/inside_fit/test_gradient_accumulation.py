@@ -107,7 +107,7 @@ def test_weights_are_those_of_a_trainer_for(make):
         make, data, 4, per_execution=executions(1, 4)
     )
     for model, history in fitted:
-        assert_same_weights(model, twin)
+        assert_same_weights(model, twin, tolerance=1e-5)
         np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-5)
 
 

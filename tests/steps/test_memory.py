@@ -224,7 +224,14 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches(rng, convolves):
     assert 0 < peak(128) < 1.05 * peak(4)
 
 
-def test_chosen_size_makes_the_updates_of_the_same_size_given(data, tmp_path):
+def test_chosen_size_makes_the_updates_of_the_same_size_given(
+    data, tmp_path, monkeypatch
+):
+    if BACKEND != "jax":
+        # What so little takes is lost in what the process takes meanwhile.
+        monkeypatch.setattr(
+            Step, "peak_bytes", lambda _, window: window.sizes[0] * 2**20
+        )
     trainer = chosen(data, 6)
     given = make_trainer(Accumulation(micro_batch_size=6))
     log = RunLog(tmp_path / "run.jsonl")
