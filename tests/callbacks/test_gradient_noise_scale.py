@@ -9,7 +9,10 @@ from accumtrainer.callbacks import Checkpoint, GradientNoiseScale
 from accumtrainer.callbacks.gradient_noise_scale import measure_noise
 from accumtrainer.keras_api import keras
 
-pytestmark = pytest.mark.usefixtures("without_xla")
+pytestmark = [
+    pytest.mark.any_backend,
+    pytest.mark.usefixtures("without_xla"),
+]
 
 X = np.random.default_rng(0).normal(size=(48, 5)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(48, 1)).astype("float32")

@@ -20,6 +20,8 @@ from accumtrainer.keras_api import keras
 from accumtrainer.observers.callback import is_overridden
 from accumtrainer.steps import Report
 
+pytestmark = pytest.mark.any_backend
+
 X = np.random.default_rng(0).normal(size=(24, 3)).astype("float32")
 Y = (X @ [[1.0], [-2.0], [0.5]]).astype("float32")
 

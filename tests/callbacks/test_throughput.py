@@ -11,7 +11,10 @@ from accumtrainer import Accumulation, Callback, Every, Logger, Trainer
 from accumtrainer.callbacks import Throughput
 from accumtrainer.keras_api import keras
 
-pytestmark = pytest.mark.usefixtures("without_xla")
+pytestmark = [
+    pytest.mark.any_backend,
+    pytest.mark.usefixtures("without_xla"),
+]
 
 X = np.random.default_rng(0).normal(size=(24, 3)).astype("float32")
 Y = (X @ [[1.0], [-2.0], [0.5]]).astype("float32")

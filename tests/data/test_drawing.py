@@ -12,6 +12,8 @@ from accumtrainer import Accumulation, Every, Trainer
 from accumtrainer.callbacks import Checkpoint
 from accumtrainer.keras_api import keras
 
+pytestmark = pytest.mark.any_backend
+
 
 class Drawing(Reader):
     """Forgets some texts, and adds noise to how often letters are in others."""

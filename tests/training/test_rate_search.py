@@ -20,6 +20,8 @@ from resumable import (
 from accumtrainer import Accumulation, Callback, LossScale, Trainer
 from accumtrainer.keras_api import keras, ops
 
+pytestmark = pytest.mark.any_backend
+
 SCHEDULES = keras.optimizers.schedules
 
 RATES = {

@@ -17,7 +17,10 @@ from accumtrainer import Accumulation, Callback, Every, NonFiniteError
 from accumtrainer.callbacks import Checkpoint
 from accumtrainer.keras_api import keras
 
-pytestmark = pytest.mark.usefixtures("without_xla")
+pytestmark = [
+    pytest.mark.any_backend,
+    pytest.mark.usefixtures("without_xla"),
+]
 
 
 # What comes back.
