@@ -200,6 +200,41 @@ def test_what_is_computed_before_a_loop_is_added_in_every_turn(agrees):
     agrees(make_function, make(4, 3), make(3, 2))
 
 
+def test_copy_of_what_is_computed_before_is_a_new_one_in_every_turn(agrees):
+    def make_function(backend, variable):
+        def function(x, same):
+            twice = same * 2.0
+
+            def body(index, item, carry):
+                return twice.clone().add_(item), carry
+
+            return backend.scan(body, x, len(x))
+
+        return function
+
+    agrees(make_function, make(4, 3), make(3))
+
+
+def test_what_changes_in_a_loop_is_read_as_it_is_then(agrees):
+    """As weights are that a layer changes, and others have seen before."""
+
+    def make_function(backend, variable):
+        def body(index, item, carry):
+            seen = variable.value[None].transpose(0, 1) * item
+            variable.assign(variable.value + item)
+            return [seen, variable.value[None].transpose(0, 1) * item], carry
+
+        def function(x):
+            before = variable.value[None].transpose(0, 1) * x[0]
+            results, _ = backend.scan(body, x, len(x))
+            after = variable.value[None].transpose(0, 1) * x[0]
+            return results, before, after
+
+        return function
+
+    agrees(make_function, make(4, 3))
+
+
 def test_gradients_are_added_as_they_are_made(monkeypatch):
     rows = []
     monkeypatch.setattr(

@@ -158,6 +158,23 @@ def test_a_part_that_changes_changes_the_whole():
     agrees(function, make(2, 4))
 
 
+def test_what_is_read_before_it_changes_is_simplified_and_stays():
+    def function(tensors):
+        x, kernel, bias = tensors
+        turned = kernel.T.reshape(4, 3)
+        first = x @ turned.clone() + bias
+        product = x @ turned
+        again = x @ kernel.T + bias
+        kernel.mul_(2.0)
+        return [first, again, product + bias, x @ kernel.T + bias]
+
+    tensors = make(5, 4), make(3, 4), make(3)
+    agrees(function, *tensors)
+    names = names_of(function, *tensors)
+    assert names.count("addmm") == 2  # of what is read and added before
+    assert names.count("mm") == 2
+
+
 def test_branches_do_not_use_what_the_other_way_computes():
     def function(tensors):
         is_high, x, into = tensors

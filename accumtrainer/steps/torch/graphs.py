@@ -278,8 +278,12 @@ def _tidy(module: fx.GraphModule) -> None:
     # What is changed, and what it may be a view of.
     changed = memory_of(changed_by(graph.nodes))
     needed = changed | memory_of(graph.output_node().all_input_nodes)
+    made: set[fx.Node] = set()  # in this turn of a loop
     for node in list(graph.nodes):
-        if _copies_what_is_lost(node):
+        if node.target is MARK and node.args[1] == LOOP:
+            made.clear()
+        made.add(node)
+        if _copies_what_is_lost(node) and node.args[0] in made:
             for kind in (changed, needed):
                 if node in kind:
                     kind.add(node.args[0])
