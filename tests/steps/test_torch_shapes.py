@@ -163,7 +163,7 @@ def test_what_is_read_before_it_changes_is_simplified_and_stays():
         x, kernel, bias = tensors
         turned = kernel.T.reshape(4, 3)
         first = x @ turned.clone() + bias
-        product = x @ turned
+        product = (x * 2.0) @ turned
         again = x @ kernel.T + bias
         kernel.mul_(2.0)
         return [first, again, product + bias, x @ kernel.T + bias]
