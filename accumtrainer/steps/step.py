@@ -66,7 +66,8 @@ class Step:
         """
         self._program.variables.note_kind()
         backend = self._backend
-        result, join = None, {}
+        result: Any = None
+        join: dict[str, Any] = {}
         if backend.replicas.count > 1:
             function, argument, join = self._whole(window)
             result = function(argument)
