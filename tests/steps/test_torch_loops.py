@@ -235,6 +235,38 @@ def test_what_changes_in_a_loop_is_read_as_it_is_then(agrees):
     agrees(make_function, make(4, 3))
 
 
+def test_what_is_added_to_a_value_may_be_a_view_of_it(agrees):
+    def make_function(backend, variable):
+        def body(index, item, carry):
+            variable.assign(variable.value + variable.value[:1])
+            (total,) = carry
+            return [variable.value * 1.0], [total + total.T]
+
+        def function(x, square):
+            return backend.scan(body, x, len(x), [square])
+
+        return function
+
+    agrees(make_function, make(4, 3), make(3, 3))
+
+
+def test_power_of_one_is_a_value_of_its_own(agrees):
+    def make_function(backend, variable):
+        def body(index, item, carry):
+            before = torch.pow(variable.value, 1)
+            variable.value.add_(item)
+            return [before * 1.0], carry
+
+        def function(x):
+            before = torch.pow(variable.value, 1)
+            results, _ = backend.scan(body, x, len(x))
+            return results, before
+
+        return function
+
+    agrees(make_function, make(4, 3))
+
+
 def test_gradients_are_added_as_they_are_made(monkeypatch):
     rows = []
     monkeypatch.setattr(

@@ -175,6 +175,18 @@ def test_what_is_read_before_it_changes_is_simplified_and_stays():
     assert names.count("mm") == 2
 
 
+@pytest.mark.parametrize("split", ["unsafe_chunk", "unsafe_split"])
+def test_pieces_that_change_are_those_of_a_value_that_is_made_again(split):
+    def function(tensors):
+        x, kernel = tensors
+        one, two = getattr(x @ kernel, split)(2, 1)
+        one.sigmoid_()
+        three, four = getattr(x @ kernel, split)(2, 1)
+        return [one, two, three.tanh_(), four]
+
+    agrees(function, make(5, 3), make(3, 4))
+
+
 def test_branches_do_not_use_what_the_other_way_computes():
     def function(tensors):
         is_high, x, into = tensors

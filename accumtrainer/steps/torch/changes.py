@@ -24,6 +24,12 @@ RESHAPES = {
 }
 """Operations that keep all elements in their order."""
 
+UNSAFE_SPLITS = {
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+}
+"""Operations whose results are views, which they do not say."""
+
 
 def changed_by(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Find the values that operations change in place."""
@@ -73,6 +79,8 @@ def first_changes(graph: fx.Graph) -> dict[fx.Node, int]:
 def is_view(node: fx.Node) -> bool:
     """Whether a value may be in the memory of what it is made of."""
     # What is no operation may be anything, an element of a list of views too.
-    if node.target in RESHAPES or node.target is ITEM:
+    if node.target in RESHAPES or node.target in UNSAFE_SPLITS:
+        return True
+    if node.target is ITEM:
         return True
     return getattr(node.target, "is_view", True)

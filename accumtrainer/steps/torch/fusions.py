@@ -74,6 +74,8 @@ def _add_to_itself(graph: fx.Graph, node: fx.Node) -> None:
         return
     if "val" not in total.meta or not _stays(made, node):
         return
+    if memory_of([total]) & memory_of(made.all_input_nodes[1:]):
+        return  # a view of it would change while it is added
     with graph.inserting_before(node):
         added = graph.call_function(aten.add_.Tensor, made.args)
     added.meta = dict(total.meta)

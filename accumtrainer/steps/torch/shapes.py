@@ -133,6 +133,10 @@ class _Rewriter:
                 seen |= follower.users.keys()
         return True
 
+    def changes(self, node: fx.Node) -> bool:
+        """Whether a value is changed in place, sooner or later."""
+        return node in self._ends
+
     def can_wait(self, node: fx.Node) -> bool:
         """Whether what a value is made of stays until where it is rewritten."""
         ends = [self._ends[n] for n in node.all_input_nodes if n in self._ends]
@@ -292,7 +296,8 @@ def _scale(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
 def _drop_power_of_one(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
     """Leave out the power of one, which derivatives of squares have."""
     base, exponent = node.args
-    return base if exponent == 1 and not _is_cast(node) else node
+    is_left_out = exponent == 1 and not rewriter.changes(base)
+    return base if is_left_out and not _is_cast(node) else node
 
 
 def _is_cast(node: fx.Node) -> bool:
