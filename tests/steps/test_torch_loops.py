@@ -15,6 +15,7 @@ from recorded import make, note_graphs
 from accumtrainer.keras_api import keras, ops
 from accumtrainer.steps.torch import graphs
 from accumtrainer.steps.torch.backend import TorchBackend
+from accumtrainer.steps.torch.scopes import Pending
 from accumtrainer.steps.torch.source import emitted
 
 
@@ -103,6 +104,25 @@ def test_every_turn_reads_what_the_one_before_has_assigned(agrees):
             amid = variable.value
             results, _ = backend.scan(body, x, len(x))
             return results, begun * 1.0, amid * 1.0, variable.value * 2.0
+
+        return function
+
+    agrees(make_function, make(4, 3))
+
+
+def test_value_that_a_scope_gives_stays_what_it_was_before_a_loop(agrees):
+    """As what a process begins with, of which changes are told apart."""
+
+    def make_function(backend, variable):
+        def body(index, item, carry):
+            variable.assign(variable.value + item)
+            return variable.value * 1.0, carry
+
+        def function(x):
+            with Pending(None, [(variable, variable.value.clone())]):
+                before = variable.value
+                results, _ = backend.scan(body, x, len(x))
+                return results, variable.value - before
 
         return function
 

@@ -234,9 +234,7 @@ class TorchBackend(Backend):
         dtypes: Nest = "float32",
     ) -> tuple[Nest, list[Tensor]]:
         del dtypes  # known from the results
-        # Of several processes, loops would not add up what one device does.
-        is_alone = self.replicas.count == 1
-        if self._is_recording and is_alone and int(length) > 1:
+        if self._is_recording and int(length) > 1:
             return record_scan(body, stacked, int(length), carry)
         carried, results = list(carry), []
         for position in range(int(length)):

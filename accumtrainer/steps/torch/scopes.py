@@ -166,7 +166,8 @@ class Pending(keras.StatelessScope):
         return iter(self._updates.values())
 
     def renew(self) -> None:
-        """Copy the new values, so that nobody has another hold of them."""
+        """Copy given and new values, so that nobody has a hold of them."""
+        self._given = {k: value.clone() for k, value in self._given.items()}
         for key, (variable, value) in self._updates.items():
             self._updates[key] = variable, value.clone()
 
