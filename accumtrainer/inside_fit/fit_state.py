@@ -15,7 +15,14 @@ from accumtrainer.steps.backend import Backend, HasVariables
 
 
 class FitState:
-    """State that stays in the variables."""
+    """State that stays in the variables.
+
+    Args:
+        backend: the backend, which may know of what is in them.
+    """
+
+    def __init__(self, backend: Backend):
+        self._backend = backend
 
     def make_train_function(
         self, run: Callable[[Any], Any]
@@ -32,6 +39,9 @@ class FitState:
 
     def settle(self, variables: HasVariables) -> None:
         """Let a program's variables go on from what `fit` has handed over."""
+        del variables
+        # A callback may have changed any of them.
+        self._backend.write_back()
 
     def unsettle(self) -> None:
         """Let a program be changed before it goes on; `settle` comes next."""
@@ -178,4 +188,4 @@ def make_fit_state(backend: Backend, model: Model) -> FitState | HandedState:
     """
     if backend.fit_hands_state_over:
         return HandedState(backend, model)
-    return FitState()
+    return FitState(backend)

@@ -40,6 +40,27 @@ def test_nothing_is_compiled_again_by_the_next_fit():
     assert not traced
 
 
+@pytest.mark.skipif(
+    BACKEND != "torch", reason="a tensor's memory is exchanged on PyTorch alone"
+)
+def test_windows_go_on_in_memory_that_a_callback_gives_a_weight():
+    def halve(model):
+        weight = model.trainable_variables[0].value
+        weight.data = weight.detach() / 2
+
+    def fit(model, trains, *callbacks):
+        end = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: halve(model)
+        )
+        trains.fit(X, Y, epochs=3, callbacks=[*callbacks, end], **ORDER)
+        return model
+
+    model = mlp()
+    ours = fit(model, model, GradientAccumulation(2))
+    trainer = make_trainer(mlp(), 2)
+    assert_same_weights(ours, fit(trainer.model, trainer))
+
+
 # What is relied on of Keras.
 
 

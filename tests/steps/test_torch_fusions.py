@@ -48,6 +48,28 @@ def test_rows_that_do_not_all_count_alike_are_not(padding, by_frequency):
     agrees(add, make(9, 4), make(2, 3, 4), INDICES)
 
 
+def test_rows_are_added_to_a_table_that_is_looked_up_in_another_shape():
+    def add(tensors):
+        total, rows, indices = tensors
+        gradient = aten.embedding_dense_backward(rows, indices, 9, -1, False)
+        total += gradient.reshape(3, 3, 4)
+        return []
+
+    tensors = make(3, 3, 4), make(2, 3, 4), INDICES
+    assert names_of(add, *tensors)[-1] == "index_add_"
+    agrees(add, *tensors)
+
+
+def test_what_a_copy_rounds_is_not_added_in_place():
+    def count(tensors):
+        (steps,) = tensors
+        steps.copy_(steps + 0.7)
+        return []
+
+    assert "add_" not in names_of(count, torch.tensor([1, 2]))
+    agrees(count, torch.tensor([1, 2]))
+
+
 def test_rows_that_something_else_reads_or_changes_are_not():
     def read(tensors):
         total, rows, indices = tensors

@@ -146,9 +146,12 @@ def written_runs(folder):
 
     W&B's own process writes some time after `finish` has returned: this waits
     until every run has ended, or no file has grown for some seconds; longer for
-    the first file, which on a busy machine comes late.
+    the first file, which on a busy machine comes late. The folder of a run is
+    there as soon as it is started.
     """
     files, sizes, quiet = [], None, 0
+    if not any(Path(folder).rglob("*run-*")):
+        return files
     while quiet < (30 if files else 100):
         files = sorted(Path(folder).rglob("*.wandb"), key=_started)
         before, sizes = sizes, [file.stat().st_size for file in files]

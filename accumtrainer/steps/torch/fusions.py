@@ -72,7 +72,7 @@ def _add_to_itself(graph: fx.Graph, node: fx.Node) -> None:
         return
     if made.kwargs or made.args[0] is not total or node.kwargs:
         return
-    if "val" not in total.meta or not _stays(made, node):
+    if not _is_alike(total, made) or not _stays(made, node):
         return
     if memory_of([total]) & memory_of(made.all_input_nodes[1:]):
         return  # a view of it would change while it is added
@@ -108,6 +108,12 @@ def _add_gradient(
         graph.erase_node(node)
 
 
+def _is_alike(one: fx.Node, other: fx.Node) -> bool:
+    a, b = one.meta.get("val"), other.meta.get("val")
+    is_known = a is not None and b is not None
+    return is_known and (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
 def _is_read_once(value: Any) -> bool:
     return isinstance(value, fx.Node) and len(value.users) == 1
 
@@ -132,29 +138,41 @@ def _place_of(
 def _add_rows(graph: fx.Graph, total: fx.Node, made: fx.Node) -> bool:
     """Add the rows that an embedding's gradient has, without its zeros."""
     rows, indices, _, padding, is_by_frequency = made.args
-    value, own = total.meta["val"], rows.meta["val"]
     # Elsewhere rows are added in another order every time.
-    is_on_host = value.device.type == "cpu" and value.dtype == own.dtype
+    is_on_host = total.meta["val"].device.type == "cpu"
     if not is_on_host or is_by_frequency or padding >= 0:
         return False
+    whole = _view_like(graph, total, made)
+    if whole is None:
+        return False
     places = graph.call_function(aten.reshape.default, (indices, [-1]))
-    shape = [-1, own.shape[-1]]
+    shape = [-1, made.meta["val"].shape[-1]]
     rows = graph.call_function(aten.reshape.default, (rows, shape))
-    graph.call_function(aten.index_add_.default, (total, 0, places, rows))
+    graph.call_function(aten.index_add_.default, (whole, 0, places, rows))
     return True
 
 
 def _add_matrix(graph: fx.Graph, total: fx.Node, made: fx.Node) -> bool:
     """Add a product of matrices."""
+    whole = _view_like(graph, total, made)
+    if whole is None:
+        return False
+    graph.call_function(aten.addmm_.default, (whole, *made.args))
+    return True
+
+
+def _view_like(
+    graph: fx.Graph, total: fx.Node, made: fx.Node
+) -> fx.Node | None:
+    """View a total in the shape of what is added; `None` if that cannot be."""
     value, own = total.meta["val"], made.meta["val"]
     is_alike = value.dtype == own.dtype and value.numel() == own.numel()
     if not is_alike or not value.is_contiguous():
-        return False
-    if value.shape != own.shape:
-        shape = list(own.shape)
-        total = graph.call_function(aten.view.default, (total, shape))
-    graph.call_function(aten.addmm_.default, (total, *made.args))
-    return True
+        return None
+    if value.shape == own.shape:
+        return total
+    shape = list(own.shape)
+    return graph.call_function(aten.view.default, (total, shape))
 
 
 def _add_products(node: fx.Node) -> None:
