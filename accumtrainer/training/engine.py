@@ -237,7 +237,6 @@ class Engine:
             )
             if is_first:
                 self.evaluator.build_model(Batch(micro_batch.x))
-                warn_of_nothing_to_train(self._model)
             if self._sizing.is_undecided:
                 # One sample tells as much as many do.
                 micro_batch = map_leaves(lambda leaf: leaf[:1], micro_batch)
@@ -246,6 +245,8 @@ class Engine:
             )
             program.learn(micro_batch)
             if is_first:
+                # By now every layer that is used has its weights.
+                warn_of_nothing_to_train(self._model)
                 self._begin(program, like, jit_compile)
         self.lasting.settle_streams()
         program.passes.measures_gradients = measures_gradients

@@ -198,6 +198,68 @@ def test_what_is_assigned_is_differentiated_as_by_keras(
     assert_close(trainer.model, fit_plainly(make_model(make_layer)))
 
 
+class Keeping(layers.Layer):
+    """Assigns what it computes to two variables."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.keep = keep
+
+    def build(self, shape):
+        zeros = {"initializer": "zeros", "trainable": False}
+        self.kernel = self.add_weight(shape=(5, 5))
+        self.one = self.add_weight(shape=(5, 5), **zeros)
+        self.other = self.add_weight(shape=(5, 5), **zeros)
+
+    def call(self, inputs, training=False):
+        outputs = inputs @ self.kernel.value
+        if training:
+            self.keep(self, outputs.detach().T @ inputs / 100)
+        return outputs @ self.one.value.view(-1).view(5, 5) + outputs
+
+
+def change_the_source(layer, product):
+    layer.one.assign(product)
+    product.mul_(0.5)
+    layer.other.assign(product)
+
+
+def change_the_variable(layer, product):
+    layer.one.assign(product)
+    with torch.no_grad():
+        layer.one.value.mul_(0.5)
+    layer.other.assign(product)
+
+
+def assign_one_to_the_other(layer, product):
+    layer.one.assign(product)
+    layer.other.assign(layer.one)
+    with torch.no_grad():
+        layer.one.value.mul_(0.5)
+
+
+def assign_what_lies_otherwise(layer, product):
+    layer.one.assign(product.T)
+
+
+@run_eagerly
+@pytest.mark.parametrize(
+    "keep",
+    [
+        change_the_source,
+        change_the_variable,
+        assign_one_to_the_other,
+        assign_what_lies_otherwise,
+    ],
+)
+def test_variables_have_copies_of_what_they_are_assigned(keep, run_eagerly):
+    def make():
+        return make_model(lambda: Keeping(keep))
+
+    ours = train(make(), micro_batch_size=6, run_eagerly=run_eagerly)
+    assert_close(ours.model, fit_plainly(make()))
+
+
 def test_copies_that_nobody_changes_are_not_made():
     clone = torch.ops.aten.clone.default
 

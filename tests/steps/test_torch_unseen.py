@@ -70,10 +70,11 @@ def train_plainly(make, x=X):
     return model
 
 
-def assert_as_by_keras(make, x=X):
+def assert_as_by_keras(make, x=X, **options):
     expected = train_plainly(make, x).get_weights()
     for run_eagerly in (False, True):
-        ours = train(make, x=x, run_eagerly=run_eagerly).get_weights()
+        model = train(make, x=x, run_eagerly=run_eagerly, **options)
+        ours = model.get_weights()
         for one, other in zip(ours, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
@@ -184,6 +185,64 @@ def test_what_a_layer_shows_others_has_numbers():
     (layer, _) = train(lambda: make_model(Showing())).layers
     np.testing.assert_array_equal(layer.shown.numpy(), X[-2:])
     np.testing.assert_array_equal(layer.last[0].numpy(), X[-2:])
+
+
+class Scaling(layers.Layer):
+    """Multiplies by a tensor of its own that changes whenever it trains."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+        self.scale = torch.ones(4)
+        self.others = {"scale": torch.ones(4)}
+
+    def call(self, inputs, training=False):
+        if training:
+            self.change(self)
+        return inputs * self.scale * self.others["scale"]
+
+
+def multiply(layer):
+    layer.scale.mul_(0.9)
+
+
+def multiply_in_dict(layer):
+    layer.others["scale"].mul_(0.9)
+
+
+def set_item(layer):
+    layer.scale[0] = layer.scale[1] + 0.5
+
+
+def replace(layer):
+    layer.scale = layer.scale * 0.9
+
+
+@pytest.mark.parametrize(
+    "change", [multiply, multiply_in_dict, set_item, replace]
+)
+def test_tensors_that_a_layer_keeps_change_when_it_trains(change):
+    assert_as_by_keras(lambda: make_model(Scaling(change)), accumulation=1)
+
+
+class Scale(torch.nn.Module):
+    """Multiplies by the number of times it has been run."""
+
+    def __init__(self):
+        super().__init__()
+        self.runs = torch.zeros(())
+
+    def forward(self, inputs):
+        if inputs.device.type != "meta":  # or else Keras asks for shapes
+            self.runs += 1
+        return inputs * self.runs
+
+
+def test_tensors_that_a_module_keeps_change_when_it_runs():
+    def make():
+        return make_model(layers.TorchModuleWrapper(Scale()))
+
+    assert_as_by_keras(make, accumulation=1)
 
 
 class Mixed(layers.Layer):

@@ -16,7 +16,7 @@ import torch
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import KERAS_NAME, flatten_layers, tree
-from accumtrainer.keras_api.types import Layer, Model, Nest, Tensor, Variable
+from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
 from accumtrainer.steps.backend import Backend, HasVariables
 from accumtrainer.steps.memory import Backup
 from accumtrainer.steps.torch import memory
@@ -96,20 +96,21 @@ class TorchBackend(Backend):
         return self._modules.buffers
 
     def trace(self, function: Callable[[Batch], Nest], batch: Batch) -> Traced:
-        buffers = _unchanged_buffers(self._model)
         known = [] if self._model is None else self._model.variables
         with (
             torch.no_grad(),
             torch.random.fork_rng(),
-            buffers,
+            _unchanged_layers(self._model),
             Trial(known) as trial,
             self._modules.computing(is_trial=True),
         ):
-            function(tree.map_structure(_to_tensor, batch))
+            with Pending(None) as scope:
+                function(tree.map_structure(_to_tensor, batch))
             self._orders.update(trial.kernels.orders())
+            # Whoever asks what was assigned is to hear of it.
             for variable in trial.changed(known):
-                # Whoever asks what was assigned is to hear of it.
                 variable.assign(variable.value.clone())
+            scope.assign()
         return Traced(trial.operations, trial.fixes_sizes)
 
     def compile(
@@ -151,11 +152,7 @@ class TorchBackend(Backend):
             model = (
                 self._model or self._modules.model
             )  # inside `fit` the latter
-            with (
-                recorded_draws(),
-                _unchanged_buffers(model),
-                attributes_put_back(_layers_of(model)),
-            ):
+            with recorded_draws(), _unchanged_layers(model):
                 yield
         finally:
             self._is_recording = False
@@ -324,19 +321,17 @@ class TorchBackend(Backend):
 
 
 @contextlib.contextmanager
-def _unchanged_buffers(model: Any) -> Iterator[None]:
-    """Put back what modules of PyTorch keep beside their parameters."""
-    layers = _layers_of(model)
+def _unchanged_layers(model: Model | None) -> Iterator[None]:
+    """Put back what layers keep beside their variables."""
+    layers = [] if model is None else flatten_layers(model)
+    # Normalizations do not say that they change theirs.
     before = {b: b.clone() for layer in layers for b in layer.buffers()}
     try:
-        yield
+        with attributes_put_back(layers):
+            yield
     finally:
         for buffer, value in before.items():
             buffer.copy_(value)
-
-
-def _layers_of(model: Model | None) -> list[Layer]:
-    return [] if model is None else flatten_layers(model)
 
 
 def _written(function: Callable[[], None]) -> Callable[[], None]:

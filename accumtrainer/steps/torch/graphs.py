@@ -33,7 +33,7 @@ from accumtrainer.steps.torch.schemas import (
 )
 from accumtrainer.steps.torch.shapes import simplify
 from accumtrainer.steps.torch.source import Row, compiled, emitted
-from accumtrainer.steps.torch.unseen import OnlyWhatIsSeen
+from accumtrainer.steps.torch.unseen import NoneFromOutside, OnlyWhatIsSeen
 
 aten = torch.ops.aten
 
@@ -58,7 +58,7 @@ class Graph:
         *,
         compiles: bool,
     ):
-        with OnlyWhatIsSeen():
+        with OnlyWhatIsSeen(), NoneFromOutside():
             module = make_fx(function, tracing_mode="fake")(tensors)
         for node in module.graph.nodes:
             if not can_run_again(node.target):
@@ -324,14 +324,11 @@ def _copies_what_is_lost(node: fx.Node) -> bool:
 
 
 def _copied_by(node: fx.Node, needed: set[fx.Node]) -> fx.Node | None:
-    """Return what a graph is given, if it is copied and only read."""
+    """Return what is copied, if it is only read."""
     if node.target is not aten.clone.default:
         return None
     source = node.args[0]
     if needed & memory_of([source]) or "val" not in source.meta:
         return None
-    whole = source
-    if source.target in (aten.select.int, ITEM):
-        whole = source.args[0]
     lies_alike = source.meta["val"].stride() == node.meta["val"].stride()
-    return source if whole.op == "placeholder" and lies_alike else None
+    return source if lies_alike else None

@@ -10,6 +10,8 @@ tensors in place, those of what it optimizes.
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+import torch
+
 from accumtrainer.keras_api import keras, ops
 from accumtrainer.keras_api.types import Tensor, Variable
 
@@ -127,11 +129,8 @@ class Pending(keras.StatelessScope):
     def add_update(self, update: tuple[Variable, Tensor]) -> None:
         """Give a variable, the first of a pair, another value."""
         variable, value = update
-        if isinstance(self._before, (Memory, Pending)):
-            if self._before.holds(value):
-                value = value.clone()
-        # Keras writes numbers, of which nothing knows how they were computed.
-        value = value.detach()
+        # Keras writes numbers to memory that is the variable's own.
+        value = value.detach().clone(memory_format=torch.contiguous_format)
         leaf = self._given.get(id(variable))
         if leaf is not None and leaf.requires_grad:
             value = value + (leaf - leaf.detach())

@@ -3,7 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import optree
 from torch import Tensor, overrides
+from torch.utils import _python_dispatch
+
+from accumtrainer.steps.torch.attributes import is_fake
+from accumtrainer.steps.torch.schemas import arguments_changed_by
 
 TELLS = {
     Tensor.tolist,
@@ -62,3 +67,26 @@ class OnlyWhatIsSeen(_Watching):
         """
         if function == SET_DATA:
             raise ValueError("other memory for a tensor is not recorded")
+
+
+class NoneFromOutside(_python_dispatch.TorchDispatchMode):
+    """A scope in which tensors with numbers are not changed in place.
+
+    They were there before, in an attribute of a layer. What is recorded would
+    not change them again.
+    """
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        changed = arguments_changed_by(function, args, kwargs)
+        for tensor in optree.tree_leaves(changed):
+            if isinstance(tensor, Tensor) and not is_fake(tensor):
+                raise ValueError("changes of a constant are not recorded")
+        return function(*args, **kwargs)
