@@ -85,8 +85,8 @@ class NoneFromOutside(_python_dispatch.TorchDispatchMode):
     ) -> Any:
         del types
         kwargs = kwargs or {}
-        changed = arguments_changed_by(function, args, kwargs)
-        for tensor in optree.tree_leaves(changed):
-            if isinstance(tensor, Tensor) and not is_fake(tensor):
-                raise ValueError("changes of a constant are not recorded")
+        changed: Any = arguments_changed_by(function, args, kwargs)
+        leaves = optree.tree_leaves(changed)
+        if any(isinstance(t, Tensor) and not is_fake(t) for t in leaves):
+            raise ValueError("changes of a constant are not recorded")
         return function(*args, **kwargs)
