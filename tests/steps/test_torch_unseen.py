@@ -245,6 +245,44 @@ def test_tensors_that_a_module_keeps_change_when_it_runs():
     assert_as_by_keras(make, accumulation=1)
 
 
+class Rematerialized(layers.Layer):
+    """Drops out, and does so again for its gradients."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.dense = layers.Dense(4)
+        self.dropout = layers.Dropout(0.5, seed=3)
+        self.use_reentrant = use_reentrant
+
+    def call(self, inputs, training=False):
+        def run(inputs):
+            return self.dense(self.dropout(inputs, training=training))
+
+        if self.use_reentrant is None:
+            return run(inputs)
+        return torch.utils.checkpoint.checkpoint(
+            run, inputs, use_reentrant=self.use_reentrant
+        )
+
+
+# As it says where nobody asks for gradients.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_is_rematerialized_is_as_if_it_were_not(
+    use_reentrant, run_eagerly
+):
+    ours, expected = (
+        train(
+            lambda kind=kind: make_model(layers.Dense(4), Rematerialized(kind)),
+            run_eagerly=run_eagerly,
+        ).get_weights()
+        for kind in (use_reentrant, None)
+    )
+    for one, other in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 class Mixed(layers.Layer):
     """Keeps layers and what they compute in one dict and in one list."""
 

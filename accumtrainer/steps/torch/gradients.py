@@ -37,11 +37,49 @@ def gradients(
         wanted = [leaves[i] for i in places]
         # What is rematerialized runs again, and finds what it has found.
         with Repeating(None, given):
-            by = torch.autograd.grad(total, wanted, allow_unused=True)
+            differentiate = _collect if _collects(total) else _by
+            by = differentiate(total, wanted)
         for place, gradient in zip(places, by, strict=True):
             found[place] = gradient
     scope.assign()
     return tree.map_structure(_detached, nest), found
+
+
+def _by(total: Tensor, leaves: list[Tensor]) -> Sequence[Tensor | None]:
+    return torch.autograd.grad(total, leaves, allow_unused=True)
+
+
+def _collect(total: Tensor, leaves: list[Tensor]) -> Sequence[Tensor | None]:
+    """Differentiate by all that there is, as each leaf collects its own."""
+    before = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    total.backward()
+    found = [leaf.grad for leaf in leaves]
+    for leaf, gradient in zip(leaves, before, strict=True):
+        leaf.grad = gradient
+    return found
+
+
+REENTRANT = "CheckpointFunctionBackward"
+"""What `torch.utils.checkpoint` with `use_reentrant=True` is called."""
+
+
+def _collects(total: Tensor) -> bool:
+    """Whether a part is differentiated inside of differentiating the whole.
+
+    What it finds is only collected in leaves, never returned.
+    """
+    seen, left = set(), [total.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == REENTRANT:
+            return True
+        seen.add(node)
+        left += [following for following, _ in node.next_functions]
+    return False
 
 
 HOOKS = "_backward_hooks"

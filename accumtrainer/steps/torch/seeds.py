@@ -41,7 +41,11 @@ def draw_from_own_states(model: Model) -> None:
 
 @contextlib.contextmanager
 def recorded_draws() -> Iterator[None]:
-    """Make a scope in which draws of Keras can be recorded."""
+    """Make a scope in which draws of Keras can be recorded.
+
+    Raises:
+        ValueError: one was not, as what is rematerialized draws unseen.
+    """
     seeds: dict[int, tuple[torch.Generator, Tensor]] = {}
 
     def make(seed: Any) -> torch.Generator:
@@ -49,8 +53,10 @@ def recorded_draws() -> Iterator[None]:
         seeds[id(generator)] = generator, draw_seed(seed)
         return generator
 
-    with making_generators(make), _Draws(seeds):
+    with making_generators(make), _Draws(seeds) as draws:
         yield
+    if draws.seen != set(seeds):
+        raise ValueError("a draw is not recorded")
 
 
 class _Draws(TorchFunctionMode):
@@ -58,11 +64,15 @@ class _Draws(TorchFunctionMode):
 
     Args:
         seeds: by the id of a generator, it and its seed.
+
+    Attributes:
+        seen: the ids of those that a function was given.
     """
 
     def __init__(self, seeds: dict[int, tuple[torch.Generator, Tensor]]):
         super().__init__()
         self._seeds = seeds
+        self.seen: set[int] = set()
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -72,7 +82,7 @@ class _Draws(TorchFunctionMode):
         known = self._seeds.get(id(kwargs.get("generator")))
         if known is None:
             return function(*args, **kwargs)
-        del kwargs["generator"]
+        self.seen.add(id(kwargs.pop("generator")))
         inputs = [a for a in args if isinstance(a, torch.Tensor)]
         numbers = [None if isinstance(a, torch.Tensor) else a for a in args]
         index = _index_of(function, numbers, kwargs)
