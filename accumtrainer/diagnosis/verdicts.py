@@ -137,10 +137,13 @@ def judge_loss(
     """
     trial = _judge(here, is_sum, kind)
     if trial.verdict == "constant":
-        # With these weights the data may show in nothing but by chance.
+        # The data may show in nothing by chance: with these weights, or, like
+        # masks that are empty, whatever the weights.
         other = _judge(elsewhere, is_sum, kind)
-        is_same = other.verdict == "constant"
-        trial = trial if is_same else LossTrial(verdict="unknown")
+        one, two = here.means[0,], elsewhere.means[0,]
+        is_moved = abs(one - two) > LEAST_SPREAD * max(abs(one), abs(two))
+        if other.verdict != "constant" or not is_moved:
+            trial = LossTrial(verdict="unknown")
     if trial.verdict in ("right", "unknown"):
         other = _judge(elsewhere, is_sum, kind)
         return other if other.verdict in ("couples", "mixes") else trial

@@ -234,6 +234,17 @@ def test_penalty_on_weights_goes_with_what_is_said_of_other_losses():
     assert "compute_loss" not in message
 
 
+def dice_of_empty_masks(y, p):
+    """Compute what dice is where nothing is positive: 1 for any weights."""
+    return dice(ops.zeros_like(y), p)
+
+
+def test_loss_that_happens_to_be_the_same_is_no_penalty_on_weights():
+    message = refusal(make_model(), dice_of_empty_masks)
+    assert "whatever the data" not in message
+    assert "if it couples examples" in message
+
+
 COUPLING = {
     "contrastive": lambda: (make_model(), contrastive),
     "dice": lambda: (make_model(), dice),
