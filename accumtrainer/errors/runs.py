@@ -75,8 +75,8 @@ NON_FINITE = (
 
 OTHER_VARIABLES = (
     "A checkpoint must belong to the same {part}. Received: {saved} in the "
-    "checkpoint, where there is {here} here. Build the same one again, or "
-    "begin a new run in another directory."
+    "checkpoint, where there is {here} here. Build the same one again, with "
+    "the same layers trainable, or begin a new run in another directory."
 )
 
 OTHER_CLASS = (
