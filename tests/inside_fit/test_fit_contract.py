@@ -40,13 +40,13 @@ def test_nothing_is_compiled_again_by_the_next_fit():
     assert not traced
 
 
-@pytest.mark.skipif(
-    BACKEND != "torch", reason="a tensor's memory is exchanged on PyTorch alone"
-)
-def test_windows_go_on_in_memory_that_a_callback_gives_a_weight():
+def test_windows_go_on_from_what_a_callback_makes_of_a_weight():
     def halve(model):
-        weight = model.trainable_variables[0].value
-        weight.data = weight.detach() / 2
+        weight = model.trainable_variables[0]
+        if BACKEND == "torch":  # where it may get other memory
+            weight.value.data = weight.value.detach() / 2
+        else:
+            weight.assign(weight / 2)
 
     def fit(model, trains, *callbacks):
         end = keras.callbacks.LambdaCallback(
