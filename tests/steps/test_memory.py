@@ -154,7 +154,9 @@ def test_table_grows_with_the_size_and_changes_nothing(data):
     assert [row.micro_batch_size for row in plan.rows] == [1, 2, 4, 8, 16, 32]
     assert [row.micro_batches for row in plan.rows] == [32, 16, 8, 4, 2, 1]
     peaks = [row.peak_bytes for row in plan.rows]
-    assert peaks == sorted(peaks)
+    # Where it is the process that is measured, so is what else goes on in it.
+    for smaller, larger in zip(peaks, peaks[1:], strict=False):
+        assert larger > smaller - 2**18
     activations = 32 * 32 * 256 * 4  # of one layer
     assert peaks[-1] - peaks[-2] > 16 * activations / 32
     assert len(str(plan).splitlines()) == 7

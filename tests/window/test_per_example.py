@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from hooked import numbers
+from quickest import JIT_COMPILE
 from replicated import distributed
 
 from accumtrainer import (
@@ -116,6 +117,14 @@ def train(accumulation, build=mlp, cls=ClipsExamples, **options):
     return trainer, history.history
 
 
+def train_one_by_one(**options):
+    """Train with micro-batches of one, compiled where that is quicker.
+
+    To compile them is no subject of these tests.
+    """
+    return train(ONE_BY_ONE, **{"jit_compile": JIT_COMPILE} | options)
+
+
 def assert_same(one, other):
     (one, logs), (other, other_logs) = one, other
     for variable, expected in zip(
@@ -167,7 +176,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_examples_at_once_make_the_update_of_micro_batches_of_one(case):
-    one_by_one = train(ONE_BY_ONE, **CASES[case])
+    one_by_one = train_one_by_one(**CASES[case])
     assert_same(one_by_one, train(AT_ONCE, **CASES[case]))
 
 
@@ -180,12 +189,12 @@ def test_examples_are_combined_as_micro_batches_of_one(combine):
 
 def test_several_loader_batches_are_run_per_example_too():
     steps = Accumulation(steps=1, per_example=True)
-    assert_same(train(ONE_BY_ONE), train(steps))
+    assert_same(train_one_by_one(), train(steps))
 
 
 def test_recurrent_layer_is_run_per_example():
     options = {"build": lambda: of_ids(layers.GRU(5)), "data": {"x": IDS}}
-    one_by_one = train(ONE_BY_ONE, **options)
+    one_by_one = train_one_by_one(**options)
     if BACKEND == "tensorflow":
         with pytest.warns(UserWarning, match="one after the other"):
             at_once = train(AT_ONCE, **options)
