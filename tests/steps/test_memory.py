@@ -150,15 +150,13 @@ def test_window_is_cut_anew():
 def test_table_grows_with_the_size_and_changes_nothing(data):
     trainer = make_trainer(1)
     before = [v.copy() for v in everything(trainer)[:6]]
-    plan = trainer.memory_plan((data[0][:32], data[1][:32]))
-    assert [row.micro_batch_size for row in plan.rows] == [1, 2, 4, 8, 16, 32]
-    assert [row.micro_batches for row in plan.rows] == [32, 16, 8, 4, 2, 1]
-    peaks = [row.peak_bytes for row in plan.rows]
-    # Where it is the process that is measured, so is what else goes on in it.
-    for smaller, larger in zip(peaks, peaks[1:], strict=False):
-        assert larger > smaller - 2**18
-    activations = 32 * 32 * 256 * 4  # of one layer
-    assert peaks[-1] - peaks[-2] > 16 * activations / 32
+    for _ in range(2):  # what the first has freed counts in the second again
+        plan = trainer.memory_plan((data[0][:32], data[1][:32]))
+        assert [r.micro_batch_size for r in plan.rows] == [1, 2, 4, 8, 16, 32]
+        assert [r.micro_batches for r in plan.rows] == [32, 16, 8, 4, 2, 1]
+        peaks = [row.peak_bytes for row in plan.rows]
+        assert min(np.diff(peaks)) > -(2**20)  # of what else a process does
+        assert peaks[-1] - peaks[0] > 31 * 32 * 256 * 4  # of one layer
     assert len(str(plan).splitlines()) == 7
     (row,) = trainer.memory_plan((data[0][:32], data[1][:32]), [8]).rows
     assert (row.micro_batch_size, row.micro_batches) == (8, 4)
@@ -215,8 +213,8 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches(rng, convolves):
         waiting = x.nbytes + x[:, 0, 0].nbytes if all_wait else 0
         return row.peak_bytes - waiting
 
-    # Of each micro-batch, its loss and its weight are reported.
-    assert 0 < peak(128) < 1.05 * peak(4)
+    # Of each micro-batch are reported loss and weight; of the process, pages.
+    assert 0 < peak(128) < 1.05 * peak(4) + 2**17
 
 
 def test_chosen_size_makes_the_updates_of_the_same_size_given(
