@@ -147,6 +147,22 @@ jax_only = pytest.mark.skipif(
 )
 
 
+@pytest.mark.skipif(
+    BACKEND != "jax", reason="JAX alone looks for tracers that are kept"
+)
+@pytest.mark.parametrize("plan", ["fused", "streamed"])
+def test_training_keeps_no_tracers(plan, use_plan):
+    import jax
+
+    use_plan(plan)
+    x, y = np.ones([16, 3], "float32"), np.ones([16, 1], "float32")
+    trainer = small_trainer()
+    with jax.check_tracer_leaks(True):
+        trainer.fit(x, y, batch_size=4, verbose=0, validation_data=(x, y))
+        trainer.predict(x, verbose=0)
+    assert trainer.progress.updates == 2
+
+
 @jax_only
 def test_window_moves_nothing_implicitly_between_host_and_device():
     import jax

@@ -73,7 +73,10 @@ class JaxBackend(Backend):
 
     def trace(self, function: Callable[[Batch], Nest], batch: Batch) -> Traced:
         specs = jax.tree.map(to_spec, batch)
-        return Traced(_primitives(jax.make_jaxpr(function)(specs).jaxpr))
+        # What it has seen is looked at afterwards, which is no leak.
+        with jax.check_tracer_leaks(False):
+            traced = jax.make_jaxpr(function)(specs)
+        return Traced(_primitives(traced.jaxpr))
 
     def compile(
         self,
