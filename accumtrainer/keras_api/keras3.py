@@ -65,7 +65,8 @@ def compile_losses(
 
     Keras pairs losses, weights, targets and outputs by rules of its own, and
     keeps what it has paired under a private name. Of several losses for a
-    model's only output, which is no nest, it adds up none but the first.
+    model's only output, which is no nest, it adds up none but the first. An
+    array of as many samples as there are outputs it takes for a list of them.
 
     Args:
         loss: nest of `keras.losses.Loss` and `None`.
@@ -85,6 +86,8 @@ def compile_losses(
     def compute(y: Nest, y_pred: Nest, sample_weight: Nest) -> list[PairedLoss]:
         if IS_JAX:
             y_pred = _sort_dicts(y_pred)
+        if tree.is_nested(y_pred) and not tree.is_nested(y) and y is not None:
+            y = [y]
         model.compute_loss(y=y, y_pred=y_pred, sample_weight=sample_weight)
         adds_up = tree.is_nested(y) or tree.is_nested(y_pred)
         return [

@@ -333,3 +333,39 @@ def test_drawn_structure_trains_and_logs_as_in_keras(seed, train):
     else:
         raise AssertionError("Keras refuses whatever is drawn.")
     assert_same(train(draw, draw.model(), data), expected)
+
+
+@pytest.mark.parametrize("is_dict", [False, True])
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_as_many_samples_as_outputs_are_no_list_of_targets(
+    is_dict, run_eagerly
+):
+    def make_model():
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input([3])
+        hidden = layers.Dense(4)(inputs)
+        outputs = {"a": layers.Dense(1, name="a")(hidden), "b": hidden}
+        return keras.Model(
+            inputs, outputs if is_dict else list(outputs.values())
+        )
+
+    y = X[:, :1]
+    loss = {"a": "mse"} if is_dict else ["mse", None]
+    how = {"batch_size": ROWS, "epochs": 3, "shuffle": False, "verbose": 0}
+    plain, model = make_model(), make_model()
+    plain.compile("sgd", loss)
+    expected = plain.fit(X, y, **how).history["loss"]
+    trainer = Trainer(
+        model,
+        "sgd",
+        loss,
+        accumulation=Accumulation(micro_batch_size=2),
+        run_eagerly=run_eagerly,
+    )
+    found = trainer.fit(X, y, **how).history["loss"]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        trainer.evaluate(X, y, batch_size=2, verbose=0),
+        plain.evaluate(X, y, verbose=0),
+        rtol=1e-5,
+    )
