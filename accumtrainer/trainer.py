@@ -296,9 +296,12 @@ class Trainer(Answers):
             validation_steps=validation_steps,
             validation_batch_size=validation_batch_size,
         )
-        with self._opened(
-            options, data, callbacks, verbose, resume_from
-        ) as loop:
+        with (
+            self._engine.following_layers(),
+            self._opened(
+                options, data, callbacks, verbose, resume_from
+            ) as loop,
+        ):
             return loop.run()
 
     @contextlib.contextmanager
@@ -454,19 +457,24 @@ class Trainer(Answers):
         Returns:
             The batch's loss, or the list of loss and metrics, or a dict.
         """
+        with self._engine.following_layers():
+            return self._train_on_piece(
+                OnePiece(
+                    x,
+                    y,
+                    sample_weight,
+                    class_weight,
+                    self._preprocessing,
+                    seed=self.seed,
+                    pieces_before=self.progress_at_most.updates,
+                ),
+                return_dict,
+            )
+
+    def _train_on_piece(self, piece: OnePiece, return_dict: bool) -> Any:
         engine = self._engine
         engine.follow_model()
-        window = self._cut(
-            OnePiece(
-                x,
-                y,
-                sample_weight,
-                class_weight,
-                self._preprocessing,
-                seed=self.seed,
-                pieces_before=self.progress_at_most.updates,
-            )
-        )
+        window = self._cut(piece)
         engine.prepare(window)
         engine.start_epoch(self.progress_at_most.epochs)
         with Interruption().deferred() as interruption:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 
 from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
+from accumtrainer.steps.looks import Looks
 from accumtrainer.window.backend import WindowBackend
 
 
@@ -129,6 +130,13 @@ class Backend(WindowBackend):
     def runs_ahead(self) -> bool:
         """Whether programs are still running when a call of them returns."""
         return self.has_accelerator()
+
+    def looks_of(self, model: Model) -> Looks:
+        """Note what compiled functions have been made from.
+
+        By then Keras has compiled its own too, on PyTorch it never does.
+        """
+        return Looks(model.variables)
 
     # To trace and to compile.
 

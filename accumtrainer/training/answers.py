@@ -212,6 +212,7 @@ class Answers(Hooks):
             callbacks, verbose, epochs=1, steps=source.batches_per_epoch
         )
         with (
+            self._engine.following_layers(),
             self._metrics_of_fit_kept(),
             Interruption().deferred() as interruption,
         ):
@@ -251,7 +252,10 @@ class Answers(Hooks):
         dispatcher = self._dispatcher(
             callbacks, verbose, epochs=1, steps=source.batches_per_epoch
         )
-        with Interruption().deferred() as interruption:
+        with (
+            self._engine.following_layers(),
+            Interruption().deferred() as interruption,
+        ):
             return self._engine.evaluator.predict(
                 source, dispatcher, interruption.check
             )
@@ -261,10 +265,8 @@ class Answers(Hooks):
     ) -> MemoryPlan:
         """Predict how much memory micro-batches of several sizes take.
 
-        On JAX the compiler is asked, for every size; on TensorFlow the
-        gradients of the batch are computed, and nothing else happens. On a
-        processor without oneDNN the memory of the process is measured there,
-        which shows too little, as what was taken before is still there.
+        On JAX the compiler is asked for every size, elsewhere the gradients
+        of micro-batches are computed; nothing else happens.
 
         Args:
             batch: `(x, y)`, `(x, y, sample_weight)` or `x`, arrays or nests
@@ -278,8 +280,7 @@ class Answers(Hooks):
             `micro_batches` and `peak_bytes`; printed, it is a short table.
 
         Raises:
-            TypeError: the sizes are no list of whole numbers, as where `x` and
-                `y` were given as two arguments.
+            TypeError: the sizes are no list of whole numbers.
             ValueError: a size is below 1.
 
         Examples:
@@ -326,8 +327,7 @@ class Answers(Hooks):
             `Equivalence`; printed, it is a short table.
 
         Raises:
-            TypeError: the tolerance is no number, as where `x` and `y` were
-                given and not the pair of them.
+            TypeError: the tolerance is no number.
             ValueError: the batch makes a single micro-batch, or the tolerance
                 is negative.
 

@@ -1,5 +1,6 @@
 """Runs windows and evaluations for a Trainer, and counts what has run."""
 
+import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from accumtrainer.keras_api.types import Variable
 from accumtrainer.progress import Progress
 from accumtrainer.saving.snapshot import Snapshot
 from accumtrainer.steps import Plan, Report, Step, choose_plan, make_backend
+from accumtrainer.steps.looks import Looks
 from accumtrainer.steps.memory import MemoryPlan, make_memory_plan
 from accumtrainer.training.counting import Counting
 from accumtrainer.training.evaluator import Evaluator
@@ -76,6 +78,7 @@ class Engine:
         self._jit_compile = jit_compile
         self._run_eagerly = run_eagerly
         self._before: Any = None
+        self.lasting: Any = None
         self._set_up()
         self.last_report: Any = None
         self._in_flight = InFlight()
@@ -87,6 +90,8 @@ class Engine:
         self.data_seconds = 0.0
         is_built = self._model.built
         self._trainable: Any = Trainable(self._model) if is_built else None
+        self._looks: Looks | None = None
+        self._is_following = False
         self._measures_gradients = False
         self._compiled = list(self._model.metrics)
 
@@ -107,7 +112,9 @@ class Engine:
             combine=self._accumulation.combine,
             per_example=self._accumulation.per_example,
         )
-        self.lasting = LastingState(self._window_parts, self.replicas.scope)
+        self.lasting = LastingState(
+            self._window_parts, self.replicas.scope, self.lasting
+        )
         self._sizing = make_sizing(self._accumulation, self._backend)
         self.evaluator = Evaluator(
             self._window_parts,
@@ -174,11 +181,28 @@ class Engine:
                 errors.COMPILED_ANEW.format(model=self._model.name)
             )
 
+    @contextlib.contextmanager
+    def following_layers(self) -> Iterator[None]:
+        """Make a scope that begins with what the model is made of by now.
+
+        What changes in here, its layers have changed themselves.
+        """
+        if self._is_following:
+            yield
+            return
+        before, now = self._looks, self._backend.looks_of(self._model)
+        if before is not None and now.differ_from(before):
+            self._turn_to_model()
+        self._is_following = True
+        try:
+            yield
+        finally:
+            self._is_following = False
+            if self._model.built:
+                self._looks = self._backend.looks_of(self._model)
+
     def follow_model(self) -> None:
         """Turn to what of the model is trainable by now, if that has changed.
-
-        The optimizer keeps what it has of variables that stay. Windows are
-        compiled anew, once `prepare` has seen one.
 
         Raises:
             ValueError: the model was compiled anew, with other metrics.
@@ -186,8 +210,14 @@ class Engine:
         self.check_compiled()
         if self._trainable is None:
             return
-        if not self._trainable.differs_from(self._model):
-            return
+        if self._trainable.differs_from(self._model):
+            self._turn_to_model()
+
+    def _turn_to_model(self) -> None:
+        """Compile windows anew, once `prepare` has seen one.
+
+        The optimizer keeps what it has of variables that stay.
+        """
         self.write_back()
         self._trainable = Trainable(self._model)
         if self._hooks.optimizer.built:
@@ -196,7 +226,7 @@ class Engine:
         if self._program is not None:
             self._before = self._program.variables
             self._in_flight.clear()
-            self._set_up()
+        self._set_up()
 
     def follow_model_amid_fit(self, window: Window) -> None:
         """Turn to what callbacks have made trainable or not, and get ready.

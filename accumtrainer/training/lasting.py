@@ -26,16 +26,24 @@ class LastingState:
     Args:
         parts: whose windows run, and on what.
         scope: makes a context in which variables are made for the devices.
+        before: the one before, which may know saved states that nothing
+            has asked for yet.
     """
 
     def __init__(
-        self, parts: WindowParts, scope: Callable[[], AbstractContextManager]
+        self,
+        parts: WindowParts,
+        scope: Callable[[], AbstractContextManager],
+        before: "LastingState | None" = None,
     ):
         self._window_parts = parts
         self._scope = scope
         self._variables: WindowVariables | None = None
         self._streams: list[np.ndarray] = []
-        self._settled_streams = 0
+        self._settled_streams: int = 0
+        if before is not None:
+            self._streams = before._streams
+            self._settled_streams = before._settled_streams
 
     def begin(self, variables: WindowVariables) -> None:
         """Learn what windows have besides, when they are known."""

@@ -222,3 +222,35 @@ def test_precision_may_differ_from_layer_to_layer(name):
     # One layer in float16 is enough for gradients that vanish there.
     scales = trainer.loss_scale is not None
     assert scales == (name == "mixed_float16")
+
+
+@pytest.mark.parametrize("mode", ["int8", "float8"])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_what_was_quantized_since_is_used(mode, is_frozen):
+    model = make_model()
+    for layer in model.layers[1:]:  # so that rounding shows
+        layer.set_weights([30 * weight for weight in layer.get_weights()])
+    if is_frozen:  # then what is trained stays the same
+        model.get_layer("wide").trainable = False
+    trainer = Trainer(
+        model,
+        keras.optimizers.SGD(0.0),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        jit_compile=JIT_COMPILE,
+    )
+    how = {"batch_size": 16, "verbose": 0}
+    before = trainer.evaluate(IDS, Y, **how)
+    trainer.predict(IDS, **how)
+    trainer.fit(IDS, Y, **how)
+    model.get_layer("wide").quantize(mode)
+    assert abs(trainer.evaluate(IDS, Y, **how) - before) > 1e-4
+    expected = ops.convert_to_numpy(model(IDS))
+    np.testing.assert_allclose(
+        trainer.predict(IDS, **how), expected, rtol=1e-5, atol=1e-6
+    )
+    loss = trainer.evaluate(IDS, Y, **how)
+    trained = trainer.fit(IDS, Y, **how).history["loss"][0]
+    # A quantization of float8 learns its scales.
+    np.testing.assert_allclose(
+        trained, loss, rtol=1e-5 if mode == "int8" else 0.05
+    )
