@@ -214,3 +214,50 @@ def test_modules_are_theirs_again_after_training():
     assert "forward" not in vars(module)
     assert list(map(id, module.buffers())) == list(map(id, buffers))
     copy.deepcopy(module)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Lion", "Muon"])
+@pytest.mark.parametrize("per_example", [False, True])
+def test_module_in_two_layers_is_trained_as_in_keras(name, per_example):
+    # Each of the two has a variable of its own for the one parameter.
+    class Product(keras.Model):
+        def __init__(self, module):
+            super().__init__()
+            self.one = layers.TorchModuleWrapper(module)
+            sequence = torch.nn.Sequential(module)
+            self.other = layers.TorchModuleWrapper(sequence)
+            self.head = layers.Dense(3)
+
+        def call(self, x):
+            return self.head(self.one(x) * self.other(2 * x))
+
+    def make(module):
+        keras.utils.set_random_seed(0)
+        model = Product(module)
+        model(X[:1])
+        return model
+
+    module = torch.nn.Linear(5, 4)
+    modules = [copy.deepcopy(module) for _ in range(3)]
+    how = {"batch_size": 12, "shuffle": False, "verbose": 0, "epochs": 3}
+    plain = make(modules[0])
+    optimizer = getattr(keras.optimizers, name)
+    plain.compile(optimizer(0.01), options()["loss"])
+    expected = plain.fit(X, Y, **how).history["loss"]
+    for module, run_eagerly in zip(modules[1:], (False, True), strict=True):
+        model = make(module)
+        trainer = Trainer(
+            model,
+            optimizer(0.01),
+            options()["loss"],
+            accumulation=Accumulation(
+                micro_batch_size=4, per_example=per_example
+            ),
+            run_eagerly=run_eagerly,
+        )
+        found = trainer.fit(X, Y, **how).history["loss"]
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
+        for ours, own in zip(model.weights, plain.weights, strict=True):
+            np.testing.assert_allclose(
+                ops.convert_to_numpy(ours), ops.convert_to_numpy(own), atol=1e-4
+            )

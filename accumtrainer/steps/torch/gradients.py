@@ -1,6 +1,6 @@
 """Gradients by PyTorch, of a micro-batch or of many examples at once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import optree
@@ -25,7 +25,7 @@ def gradients(
     """
     count = len(variables)
     leaves = [
-        *map(_leaf, variables, values[:count]),
+        *_of_each_key(variables, map(_leaf, variables, values[:count])),
         *(value.detach().requires_grad_() for value in values[count:]),
     ]
     given = list(zip(variables, leaves[:count], strict=True))
@@ -43,6 +43,18 @@ def gradients(
             found[place] = gradient
     scope.assign()
     return tree.map_structure(_detached, nest), found
+
+
+def _of_each_key(
+    variables: Sequence[Variable], tensors: Iterable[Tensor]
+) -> list[Tensor]:
+    """Take the first tensor for all variables that are one parameter."""
+    keys = map(innermost().key, variables)
+    first: dict[int, Tensor] = {}
+    return [
+        first.setdefault(key, tensor)
+        for key, tensor in zip(keys, tensors, strict=True)
+    ]
 
 
 def _by(total: Tensor, leaves: list[Tensor]) -> Sequence[Tensor | None]:
@@ -120,7 +132,8 @@ def gradients_of_rows(
 
     def run(leaves: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         nonlocal structure, written
-        scope = Pending(None, zip(variables, leaves[:count], strict=True))
+        first = _of_each_key(variables, leaves[:count])
+        scope = Pending(None, zip(variables, first, strict=True))
         with scope:
             total, nest = objective(*leaves[count:])
         results, structure = optree.tree_flatten(nest)
@@ -136,7 +149,9 @@ def gradients_of_rows(
         variable.assign(value)
     by = [
         _hooked(innermost().original(variable), gradient)
-        for variable, gradient in zip(variables, found[:count], strict=True)
+        for variable, gradient in zip(
+            variables, _of_each_key(variables, found[:count]), strict=True
+        )
     ]
     nest = optree.tree_unflatten(structure, results[:split])
     return nest, [*by, *found[count:]]

@@ -5,6 +5,9 @@ was read from it before is then another number, in a tensor as in its views. In
 these scopes a variable that is assigned gets another tensor instead, and its
 memory is written to when all has been computed. An optimizer alone may change
 tensors in place, those of what it optimizes.
+
+Variables may be the same parameter, as those of two layers with one module of
+PyTorch in them. In these scopes they have one value under one *key*.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,16 +40,23 @@ class Memory:
         self._is_recording = tensors is not None
         self.missing: dict[int, Variable] = {}
         values = [variable.value for variable in variables]
-        self._parameters = dict(zip(map(id, variables), values, strict=True))
+        keys = list(map(id, values))
+        self._keys = dict(zip(map(id, variables), keys, strict=True))
+        self._parameters = dict(zip(keys, values, strict=True))
         if tensors is None:
             tensors = (value.detach() for value in values)
-        self._tensors = dict(zip(map(id, variables), tensors, strict=True))
-        self.tensors = list(self._tensors.values())
+        self.tensors = list(tensors)
+        self._tensors = dict(zip(keys, self.tensors, strict=True))
         self._storages = {t.untyped_storage() for t in self.tensors}
+
+    def key(self, variable: Variable) -> int:
+        """Return what a variable shares with all of the same parameter."""
+        return self._keys.get(id(variable), id(variable))
 
     def get_current_value(self, variable: Variable) -> Tensor | None:
         """Return a variable's memory, if it is known."""
-        known = self._tensors.get(id(variable))
+        key = self.key(variable)
+        known = self._tensors.get(key)
         if known is None and self._is_recording:
             self.missing[id(variable)] = variable
             # What has no numbers while it is recorded will do.
@@ -56,7 +66,7 @@ class Memory:
             return known
         if known.data_ptr() != parameter.data_ptr():
             # A layer has given it other memory.
-            known = self._tensors[id(variable)] = parameter.detach()
+            known = self._tensors[key] = parameter.detach()
             self._storages.add(known.untyped_storage())
         return known
 
@@ -69,7 +79,7 @@ class Memory:
 
     def original(self, variable: Variable) -> Tensor | None:
         """Return the same, also while something else is recorded for it."""
-        return self._parameters.get(id(variable))
+        return self._parameters.get(self.key(variable))
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor is a variable's memory, or a part of it."""
@@ -102,13 +112,15 @@ class Pending(keras.StatelessScope):
     ):
         super().__init__(collect_losses=True)
         self._before = before
-        self._given = {id(variable): tensor for variable, tensor in given}
+        self._pairs = list(given)
+        self._given: dict[int, Tensor] = {}
         self._updates: dict[int, tuple[Variable, Tensor]] = {}
 
     def __enter__(self) -> "Pending":
         super().__enter__()
         if self._before is None:
             self._before = self.original_scope
+        self._given = {self.key(v): tensor for v, tensor in self._pairs}
         _open.append(self)
         return self
 
@@ -116,9 +128,16 @@ class Pending(keras.StatelessScope):
         _open.pop()
         super().__exit__(*error)
 
+    def key(self, variable: Variable) -> int:
+        """Return what a variable shares with all of the same parameter."""
+        before = self._before
+        if isinstance(before, (Memory, Pending)):
+            return before.key(variable)
+        return id(variable)
+
     def get_current_value(self, variable: Variable) -> Tensor | None:
         """Return the value a variable has in here, if it is known."""
-        key = id(variable)
+        key = self.key(variable)
         if key in self._updates:
             return self._updates[key][1]
         if key in self._given:
@@ -129,12 +148,13 @@ class Pending(keras.StatelessScope):
     def add_update(self, update: tuple[Variable, Tensor]) -> None:
         """Give a variable, the first of a pair, another value."""
         variable, value = update
+        key = self.key(variable)
         # Keras writes numbers to memory that is the variable's own.
         value = value.detach().clone(memory_format=torch.contiguous_format)
-        leaf = self._given.get(id(variable))
+        leaf = self._given.get(key)
         if leaf is not None and leaf.requires_grad:
             value = value + (leaf - leaf.detach())
-        self._updates[id(variable)] = variable, value
+        self._updates[key] = variable, value
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor is in memory that may be written to."""
@@ -146,7 +166,8 @@ class Pending(keras.StatelessScope):
 
     def parameter(self, variable: Variable) -> Tensor | None:
         """Return the parameter that a variable is, unless it was assigned."""
-        if id(variable) in self._updates or id(variable) in self._given:
+        key = self.key(variable)
+        if key in self._updates or key in self._given:
             return None
         before = self._before
         if not isinstance(before, (Memory, Pending)):
@@ -213,10 +234,11 @@ class Copied(Pending):
     def get_current_value(self, variable: Variable) -> Tensor | None:
         """Return the value a variable has in here, if it is known."""
         value = super().get_current_value(variable)
-        if value is None or id(variable) in self._updates:
+        key = self.key(variable)
+        if value is None or key in self._updates:
             return value
-        self._updates[id(variable)] = variable, value.clone()
-        return self._updates[id(variable)][1]
+        self._updates[key] = variable, value.clone()
+        return self._updates[key][1]
 
 
 def innermost() -> Pending:
