@@ -18,9 +18,15 @@ from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import KERAS_NAME, flatten_layers, tree
 from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
 from accumtrainer.steps.backend import Backend, HasVariables
+from accumtrainer.steps.looks import Looks
 from accumtrainer.steps.memory import Backup
 from accumtrainer.steps.torch import memory
-from accumtrainer.steps.torch.attributes import attributes_put_back
+from accumtrainer.steps.torch.attributes import (
+    all_metrics,
+    attributes_of,
+    attributes_put_back,
+    modules_of,
+)
 from accumtrainer.steps.torch.gradients import (
     gradients,
     gradients_of_rows,
@@ -29,7 +35,7 @@ from accumtrainer.steps.torch.gradients import (
 from accumtrainer.steps.torch.layouts import Order, lay_out
 from accumtrainer.steps.torch.loops import record_scan
 from accumtrainer.steps.torch.marks import record_branch
-from accumtrainer.steps.torch.modules import Modules
+from accumtrainer.steps.torch.modules import Modules, show_parameters
 from accumtrainer.steps.torch.programs import Holder, Program
 from accumtrainer.steps.torch.replicas import TorchReplicas
 from accumtrainer.steps.torch.scopes import Copied, Pending, innermost
@@ -75,6 +81,7 @@ class TorchBackend(Backend):
         self._orders: dict[torch.Size, Order] = {}
         self._is_recording = False
         self._is_mapping = False
+        self._keeps_numbers = False
         self._modules = Modules(None)
 
     def prefer(
@@ -95,12 +102,15 @@ class TorchBackend(Backend):
             self._modules = Modules(model)
         return self._modules.buffers
 
+    def looks_of(self, model: Model) -> Looks:
+        return Looks(attributes_of(flatten_layers(model)))
+
     def trace(self, function: Callable[[Batch], Nest], batch: Batch) -> Traced:
         known = [] if self._model is None else self._model.variables
         with (
             torch.no_grad(),
             torch.random.fork_rng(),
-            _unchanged_layers(self._model),
+            _unchanged(self._model or self._modules.model) as kept,
             Trial(known) as trial,
             self._modules.computing(is_trial=True),
         ):
@@ -111,6 +121,7 @@ class TorchBackend(Backend):
             for variable in trial.changed(known):
                 variable.assign(variable.value.clone())
             scope.assign()
+        self._keeps_numbers = self._keeps_numbers or bool(kept)
         return Traced(trial.operations, trial.fixes_sizes)
 
     def compile(
@@ -138,6 +149,7 @@ class TorchBackend(Backend):
     def _begin(self, variables: Sequence[Variable]) -> None:
         """Get variables ready that a program has not used before."""
         self.replicas.begin_alike(variables)
+        show_parameters(self._modules.model)
         # What a module keeps for itself stays where the module finds it.
         kept = set(map(id, self._modules.buffers))
         movable = [v for v in variables if id(v) not in kept]
@@ -147,12 +159,13 @@ class TorchBackend(Backend):
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
+        if self._keeps_numbers:
+            # What it makes of them reads no tensor, and would stay as it is.
+            raise ValueError("a metric keeps numbers of its own")
         self._is_recording = True
         try:
-            model = (
-                self._model or self._modules.model
-            )  # inside `fit` the latter
-            with recorded_draws(), _unchanged_layers(model):
+            model = self._model or self._modules.model  # the latter in `fit`
+            with recorded_draws(), _unchanged(model):
                 yield
         finally:
             self._is_recording = False
@@ -321,14 +334,21 @@ class TorchBackend(Backend):
 
 
 @contextlib.contextmanager
-def _unchanged_layers(model: Model | None) -> Iterator[None]:
-    """Put back what layers keep beside their variables."""
+def _unchanged(model: Model | None) -> Iterator[list[str]]:
+    """Put back what layers and metrics keep beside their variables.
+
+    Returns:
+        List that has the names of what metrics kept, once the scope has ended.
+    """
     layers = [] if model is None else flatten_layers(model)
     # Normalizations do not say that they change theirs.
     before = {b: b.clone() for layer in layers for b in layer.buffers()}
     try:
-        with attributes_put_back(layers):
-            yield
+        with (
+            attributes_put_back(modules_of(layers)),
+            attributes_put_back(all_metrics(model) if layers else []) as kept,
+        ):
+            yield kept
     finally:
         for buffer, value in before.items():
             buffer.copy_(value)

@@ -79,6 +79,18 @@ class Modules:
             module.settle()
 
 
+def show_parameters(model: Model | None) -> None:
+    """Have the `parameters` of a model, as a module, list all of them.
+
+    Keras does not note those of layers that are built in a scope.
+    """
+    for layer in [] if model is None else flatten_layers(model):
+        noted = layer.torch_params
+        for variable in layer.variables:
+            if variable.path not in noted:
+                noted[variable.path] = variable.value
+
+
 class _Module:
     """A module that is a layer, whose tensors belong to variables.
 

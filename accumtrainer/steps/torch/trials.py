@@ -43,8 +43,8 @@ class Trial(_python_dispatch.TorchDispatchMode):
         self.fixes_sizes = True
         self._host = Telling()
         self.kernels = Kernels(variables)
-        self._made: set[int] = set()
-        self._kept: dict[int, tuple[Any, Any]] = {}
+        self._made: set[int | None] = {None}
+        self._kept: dict[int | None, tuple[Any, Any]] = {}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -55,15 +55,14 @@ class Trial(_python_dispatch.TorchDispatchMode):
         self.fixes_sizes &= not _reads_numbers(function, args)
         written = arguments_changed_by(function, args, kwargs)
         for tensor in _tensors_in(written):
-            storage = tensor.untyped_storage()
-            key = storage.data_ptr()
+            key = _address(tensor)
             if key not in self._made and key not in self._kept:
+                storage = tensor.untyped_storage()
                 self._kept[key] = storage, storage.clone()
         result = function(*args, **kwargs)
         self.kernels.watch(function, args, result)
         if all(r.alias_info is None for r in getattr(function, SCHEMA).returns):
-            tensors = _tensors_in(result)
-            self._made |= {t.untyped_storage().data_ptr() for t in tensors}
+            self._made |= set(map(_address, _tensors_in(result)))
         return result
 
     def __enter__(self) -> "Trial":
@@ -94,6 +93,14 @@ def _reads_numbers(function: Any, args: Any) -> bool:
         return any(t.dtype in masks for t in _tensors_in(args[1]))
     is_sized = function.overloadpacket.__name__ in SIZED_BY_NUMBERS
     return is_sized or not TAGS.isdisjoint(function.tags)
+
+
+def _address(tensor: Tensor) -> int | None:
+    """Say where a tensor's memory is; `None` if it is a wrapper without."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return None  # what is differentiated forwards holds two others
 
 
 def _tensors_in(nest: Any) -> Iterator[Tensor]:

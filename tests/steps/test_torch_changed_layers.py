@@ -1,0 +1,178 @@
+"""Claims about layers that are changed between one call and the next."""
+
+import numpy as np
+import pytest
+
+from accumtrainer import Accumulation, Trainer
+from accumtrainer.keras_api import BACKEND, keras
+
+if BACKEND != "torch":
+    pytest.skip("is about PyTorch", allow_module_level=True)
+
+import torch
+from recorded import note_graphs
+
+layers = keras.layers
+X = np.random.default_rng(0).normal(size=(12, 6)).astype("float32")
+Y = np.random.default_rng(1).normal(size=(12, 3)).astype("float32")
+HOW = {"batch_size": 12, "verbose": 0}
+
+
+class Counting(layers.Layer):
+    """Counts its calls, as nobody asked it to."""
+
+    def build(self, shape):
+        self.calls = 0
+        self.seen = []
+
+    def call(self, x):
+        self.calls += 1
+        self.seen.append(tuple(x.shape))
+        return 1 * x
+
+
+def make_model():
+    """Make a model of a module, a layer with a rate, and one that counts."""
+    keras.utils.set_random_seed(3)
+    module = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh())
+    model = keras.Sequential(
+        [
+            keras.Input([6]),
+            layers.TorchModuleWrapper(module),
+            layers.Rescaling(1.0),
+            Counting(),
+            layers.Dense(3, name="head"),
+        ]
+    )
+    model(X[:1])
+    return model, module
+
+
+def make_trainer(model, **options):
+    return Trainer(
+        model,
+        optimizer=keras.optimizers.SGD(0.1),
+        loss="mse",
+        accumulation=Accumulation(micro_batch_size=4),
+        **options,
+    )
+
+
+def patch_forward(model, module):
+    forward = module.forward
+    module.forward = lambda x: 3 * forward(x)
+
+
+def hook_call(model, module):
+    module[0].register_forward_hook(lambda module, given, result: 3 * result)
+
+
+def hook_gradient(model, module):
+    module[1].register_full_backward_hook(
+        lambda module, by_input, by_output: tuple(3 * g for g in by_input)
+    )
+
+
+def exchange_submodule(model, module):
+    module[1] = torch.nn.ReLU()
+
+
+def append_submodule(model, module):
+    module.append(torch.nn.BatchNorm1d(4))
+
+
+def exchange_activation(model, module):
+    model.get_layer("head").activation = keras.activations.softplus
+
+
+def exchange_number(model, module):
+    model.layers[1].scale = 2.0
+
+
+def regularize(model, module):
+    model.get_layer("head").kernel.regularizer = keras.regularizers.L2(0.5)
+
+
+def constrain(model, module):
+    model.get_layer("head").kernel.constraint = keras.constraints.NonNeg()
+
+
+CHANGES = [
+    patch_forward,
+    hook_call,
+    hook_gradient,
+    exchange_submodule,
+    append_submodule,
+    exchange_activation,
+    exchange_number,
+    regularize,
+    constrain,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_next_fit_runs_layers_as_they_are_by_then(change, run_eagerly):
+    def losses(fit, model, module):
+        before = fit().history["loss"]
+        change(model, module)
+        after = [loss for _ in range(2) for loss in fit().history["loss"]]
+        return before + after, model.get_weights()
+
+    model, module = make_model()
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    expected = losses(lambda: model.fit(X, Y, **HOW), model, module)
+    model, module = make_model()
+    trainer = make_trainer(model, run_eagerly=run_eagerly)
+    if change is append_submodule:  # normalizes what it is given at once
+        trainer = Trainer(model, "sgd", "mse", run_eagerly=run_eagerly)
+        trainer.optimizer.learning_rate = 0.1
+    found = losses(lambda: trainer.fit(X, Y, **HOW), model, module)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-4)
+    for one, other in zip(found[1], expected[1], strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", [patch_forward, exchange_number])
+def test_other_calls_run_layers_as_they_are_by_then(change):
+    model, module = make_model()
+    trainer = make_trainer(model)
+    trainer.evaluate(X, Y, **HOW)
+    trainer.predict(X, **HOW)
+    change(model, module)
+    expected = keras.ops.convert_to_numpy(model(X))
+    np.testing.assert_allclose(trainer.predict(X, **HOW), expected, rtol=1e-5)
+    loss = np.mean(np.square(expected - Y))
+    np.testing.assert_allclose(trainer.evaluate(X, Y, **HOW), loss, rtol=1e-5)
+    np.testing.assert_allclose(trainer.train_on_batch(X, Y), loss, rtol=1e-5)
+
+
+def test_what_layers_change_themselves_records_nothing_anew(monkeypatch):
+    model, module = make_model()
+    trainer = make_trainer(model)
+
+    def run():
+        trainer.fit(X, Y, **HOW, validation_data=(X, Y))
+        trainer.train_on_batch(X, Y)
+        trainer.predict(X, **HOW)
+        model.stop_training = False
+        trainer.evaluate(X, Y, **HOW)
+
+    run()
+    graphs = note_graphs(monkeypatch)
+    run()
+    assert graphs == []
+    hook_call(model, module)
+    run()
+    assert graphs != []
+
+
+def test_what_is_built_in_training_is_listed_as_parameters():
+    module = torch.nn.Linear(6, 4)
+    model = keras.Sequential(
+        [keras.Input([6]), layers.TorchModuleWrapper(module), layers.Dense(3)]
+    )
+    make_trainer(model).fit(X, Y, **HOW)
+    listed = {id(parameter) for parameter in model.parameters()}
+    assert {id(v.value) for v in model.variables} <= listed
+    assert len(model.state_dict()) == 4

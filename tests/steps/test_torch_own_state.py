@@ -1,0 +1,208 @@
+"""Claims about what layers and metrics keep for themselves on PyTorch.
+
+Training begins with a trial, and records what it runs: neither may show.
+"""
+
+import collections
+
+import numpy as np
+import pytest
+
+from accumtrainer import Accumulation, Trainer
+from accumtrainer.callbacks import GradientAccumulation
+from accumtrainer.keras_api import BACKEND, keras, ops
+
+if BACKEND != "torch":
+    pytest.skip("is about PyTorch", allow_module_level=True)
+
+import torch
+
+layers = keras.layers
+X = np.random.default_rng(0).normal(size=(12, 4)).astype("float32")
+Y = np.random.default_rng(1).normal(size=(12, 3)).astype("float32")
+HOW = {"batch_size": 12, "epochs": 3, "shuffle": False, "verbose": 0}
+
+
+class Keeping(layers.Layer):
+    """Adds to what it keeps, and to its inputs what it has kept so far."""
+
+    def build(self, shape):
+        self.begin()
+
+    def call(self, x, training=False):
+        kept = self.kept()
+        if training:
+            self.keep(1.0 + kept)
+        return x + 0.1 * kept
+
+
+class AsBuffer(Keeping):
+    def begin(self):
+        self.register_buffer("sum", torch.zeros(()), persistent=False)
+
+    def kept(self):
+        return self.sum
+
+    def keep(self, value):
+        self.sum = value
+
+
+class InDict(Keeping):
+    def begin(self):
+        self.sums = {"one": torch.zeros(())}
+
+    def kept(self):
+        return self.sums["one"]
+
+    def keep(self, value):
+        self.sums["one"] = value
+
+
+class InNewList(Keeping):
+    def begin(self):
+        self.sums = [torch.zeros(())]
+
+    def kept(self):
+        return self.sums[-1]
+
+    def keep(self, value):
+        self.sums = [*self.sums, value]
+
+
+class InQueue(Keeping):
+    def begin(self):
+        self.sums = collections.deque([torch.zeros(())], maxlen=2)
+
+    def kept(self):
+        return self.sums[-1]
+
+    def keep(self, value):
+        self.sums.append(value)
+
+
+class AsNumber(Keeping):
+    def begin(self):
+        self.sum = 0.0
+
+    def kept(self):
+        return self.sum
+
+    def keep(self, value):
+        self.sum = value
+
+
+def make_model(*more, **options):
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input([4]), *more, layers.Dense(3)])
+    model(X[:1])
+    model.compile(keras.optimizers.SGD(0.1), "mse", **options)
+    return model
+
+
+def by_trainer(model):
+    return Trainer(model).fit(X, Y, **HOW)
+
+
+def by_trainer_eagerly(model):
+    return Trainer(model, run_eagerly=True).fit(X, Y, **HOW)
+
+
+def by_callback(model):
+    return model.fit(X, Y, **HOW, callbacks=[GradientAccumulation(steps=1)])
+
+
+EVERY_WAY = (by_trainer, by_trainer_eagerly, by_callback)
+
+
+@pytest.mark.parametrize("train", EVERY_WAY)
+@pytest.mark.parametrize("kind", [AsBuffer, InDict, InNewList, InQueue])
+def test_trial_leaves_tensors_as_a_layer_has_kept_them(kind, train):
+    expected = make_model(kind()).fit(X, Y, **HOW).history["loss"]
+    found = train(make_model(kind())).history["loss"]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_trial_leaves_numbers_as_a_layer_has_kept_them():
+    expected = make_model(AsNumber()).fit(X, Y, **HOW).history["loss"]
+    found = by_trainer_eagerly(make_model(AsNumber())).history["loss"]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+class Numbers(keras.metrics.Metric):
+    """A mean of numbers of Python."""
+
+    def __init__(self):
+        super().__init__(name="own")
+        self.total, self.count = 0.0, 0
+
+    def update_state(self, y, y_pred, sample_weight=None):
+        self.total += ops.sum(ops.abs(y - y_pred)).item()
+        self.count += len(y)
+
+    def result(self):
+        return self.total / max(self.count, 1)
+
+    def reset_state(self):
+        self.total, self.count = 0.0, 0
+
+
+class Listed(keras.metrics.Metric):
+    """A mean of what it has collected."""
+
+    def __init__(self):
+        super().__init__(name="own")
+        self.seen = []
+
+    def update_state(self, y, y_pred, sample_weight=None):
+        self.seen.append((y - y_pred).abs().detach())
+
+    def result(self):
+        return torch.cat(self.seen).mean() if self.seen else torch.zeros(())
+
+    def reset_state(self):
+        self.seen = []
+
+
+@pytest.mark.parametrize("train", EVERY_WAY)
+@pytest.mark.parametrize("kind", [Numbers, Listed])
+def test_metrics_may_keep_numbers_of_their_own(kind, train):
+    plain = make_model(metrics=[kind()])
+    how = {**HOW, "batch_size": 4}
+    expected = plain.fit(X, Y, **how).history["own"]
+    model = make_model(metrics=[kind()])
+    if train is by_callback:
+        callbacks = [GradientAccumulation(steps=1)]
+        history = model.fit(X, Y, **how, callbacks=callbacks).history
+    else:
+        trainer = Trainer(model, run_eagerly=train is by_trainer_eagerly)
+        history = trainer.fit(X, Y, **how).history
+        value = trainer.evaluate(X, Y, verbose=0, return_dict=True)["own"]
+        other = model.evaluate(X, Y, verbose=0, return_dict=True)["own"]
+        np.testing.assert_allclose(value, other, rtol=1e-5)
+    np.testing.assert_allclose(history["own"], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [4, 5])
+def test_metrics_of_numbers_see_every_micro_batch(size):
+    model = make_model(metrics=[Numbers()])
+    plain = make_model(metrics=[Numbers()])
+    trainer = Trainer(model, accumulation=Accumulation(micro_batch_size=size))
+    found = trainer.fit(X, Y, **HOW).history["own"]
+    expected = plain.fit(X, Y, **HOW).history["own"]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+class Forwards(layers.Layer):
+    """Differentiates itself forwards."""
+
+    def call(self, x):
+        one = torch.ones_like(x)
+        return torch.func.jvp(torch.tanh, (x,), (one,))[1]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("train", EVERY_WAY)
+def test_layer_may_differentiate_forwards(train):
+    expected = make_model(Forwards()).fit(X, Y, **HOW).history["loss"]
+    found = train(make_model(Forwards())).history["loss"]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
