@@ -166,7 +166,9 @@ OTHER_PARTS = (
 UNUSABLE_BATCH = (
     "Every loader batch must hold at least one sample, and as many in every "
     "array. Received: {received}, in batch {batch} of epoch {epoch} (counted "
-    "from 0). Have the loader leave out what is empty or cut off."
+    "from 0). Have the loader leave out what is empty or cut off. Where a "
+    "batch is one sample, as a graph of nodes and edges, give each array a "
+    "first axis of 1."
 )
 
 OTHER_SIZE = (
