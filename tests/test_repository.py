@@ -15,6 +15,8 @@ import pytest
 import accumtrainer
 from accumtrainer import keras_api
 
+pytestmark = pytest.mark.any_backend
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "accumtrainer"
 CALLBACKS = ROOT / "callbacks"

@@ -27,6 +27,8 @@ from quickest import JIT_COMPILE
 from accumtrainer import Every, Logger, Trainer, callbacks
 from accumtrainer.keras_api import keras
 
+pytestmark = pytest.mark.any_backend
+
 TIMES = ("samples_per_second",)
 
 

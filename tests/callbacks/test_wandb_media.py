@@ -25,7 +25,10 @@ from accumtrainer.callbacks import (
 )
 from accumtrainer.keras_api import keras
 
-pytestmark = pytest.mark.usefixtures("without_xla", "away_from_wandb")
+pytestmark = [
+    pytest.mark.any_backend,
+    pytest.mark.usefixtures("without_xla", "away_from_wandb"),
+]
 
 wandb = pytest.importorskip("wandb", reason="W&B is not installed")
 

@@ -10,6 +10,8 @@ from accumtrainer.keras_api import keras
 from accumtrainer.observers.callback import HOOKS, Callback, Dispatcher
 from accumtrainer.observers.logs import Logs
 
+pytestmark = pytest.mark.any_backend
+
 # TensorFlow's variables do not know the newest protocol of NumPy, which says
 # so when a stock callback saves or reads one.
 ignore_old_protocol = pytest.mark.filterwarnings("ignore:__array__ impl")

@@ -11,7 +11,10 @@ from accumtrainer.callbacks import Checkpoint
 from accumtrainer.keras_api import keras
 from accumtrainer.steps import Report
 
-pytestmark = pytest.mark.usefixtures("without_xla")
+pytestmark = [
+    pytest.mark.any_backend,
+    pytest.mark.usefixtures("without_xla"),
+]
 
 
 class LooksAtOnce(Points):

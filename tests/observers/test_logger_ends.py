@@ -10,7 +10,10 @@ from accumtrainer import Callback, Every, Logger, NonFiniteError
 from accumtrainer.callbacks import Checkpoint
 from accumtrainer.keras_api import keras
 
-pytestmark = pytest.mark.usefixtures("without_xla")
+pytestmark = [
+    pytest.mark.any_backend,
+    pytest.mark.usefixtures("without_xla"),
+]
 
 
 def test_point_after_a_resume_reaches_back_to_before_it():

@@ -11,6 +11,8 @@ from watching import Fetch
 from accumtrainer.keras_api import ops
 from accumtrainer.observers.logs import Logs
 
+pytestmark = pytest.mark.any_backend
+
 
 def as_keywords(**logs):
     return logs

@@ -8,7 +8,10 @@ from accumtrainer import Callback, Every, Histogram, Image, Table, Text
 from accumtrainer.callbacks import Checkpoint, Predictions
 from accumtrainer.keras_api import keras
 
-pytestmark = pytest.mark.usefixtures("without_xla")
+pytestmark = [
+    pytest.mark.any_backend,
+    pytest.mark.usefixtures("without_xla"),
+]
 
 
 class Shows(Points):

@@ -13,6 +13,8 @@ from accumtrainer.observers.progress_bar import ProgressBar
 from accumtrainer.observers.progress_line import format_duration
 from accumtrainer.saving.callback_state import CallbackStates
 
+pytestmark = pytest.mark.any_backend
+
 # --- Plain lines ---
 
 

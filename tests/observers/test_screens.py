@@ -13,6 +13,8 @@ from accumtrainer.observers.logs import Logs
 from accumtrainer.observers.progress_line import Line
 from accumtrainer.observers.screens import make_bar
 
+pytestmark = pytest.mark.any_backend
+
 # --- In a log file ---
 
 

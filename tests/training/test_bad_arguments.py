@@ -21,7 +21,10 @@ from accumtrainer import (
 )
 from accumtrainer.keras_api import keras
 
-pytestmark = pytest.mark.usefixtures("without_xla")
+pytestmark = [
+    pytest.mark.any_backend,
+    pytest.mark.usefixtures("without_xla"),
+]
 
 
 def own_step(step):

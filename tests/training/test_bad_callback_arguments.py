@@ -18,7 +18,10 @@ from accumtrainer import (
     callbacks,
 )
 
-pytestmark = pytest.mark.usefixtures("without_xla")
+pytestmark = [
+    pytest.mark.any_backend,
+    pytest.mark.usefixtures("without_xla"),
+]
 
 
 class Silent(Logger):
