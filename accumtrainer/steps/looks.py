@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-PLAIN = (int, float, str, tuple)
+PLAIN = (int, float, str)
 """Of what is equal nobody can tell which one it is."""
 
 

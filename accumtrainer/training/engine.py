@@ -191,7 +191,8 @@ class Engine:
             yield
             return
         before, now = self._looks, self._backend.looks_of(self._model)
-        if before is not None and now.differ_from(before):
+        is_changed = before is not None and now.differ_from(before)
+        if self.replicas.any(is_changed):
             self._turn_to_model()
         self._is_following = True
         try:

@@ -108,7 +108,8 @@ class Evaluator:
                 dispatcher.call("on_test_batch_end", index, logs)
                 if rest is not None:
                     rest()
-                if self._agrees_on(model.stop_evaluating):
+                # Otherwise one process could stop while others wait for it.
+                if self._backend.replicas.any(model.stop_evaluating):
                     break
             dispatcher.last_logs = results = self._step.results()
         return results
@@ -164,7 +165,7 @@ class Evaluator:
                 dispatcher.call("on_predict_batch_end", index, {})
                 if rest is not None:
                     rest()
-                if self._agrees_on(model.stop_predicting):
+                if self._backend.replicas.any(model.stop_predicting):
                     break
             parts = outputs.read()
         return tree.map_structure(self._join, *parts)
@@ -198,15 +199,6 @@ class Evaluator:
         if len({part.shape[1:] for part in parts}) > 1:
             return self._backend.join_ragged(parts)
         return np.concatenate(parts)
-
-    def _agrees_on(self, flag: bool) -> bool:
-        """Whether a callback of any process has set a flag of its model.
-
-        Otherwise one could stop while others wait for it.
-        """
-        if self._backend.replicas.processes == 1:
-            return flag
-        return bool(self._backend.replicas.gather([bool(flag)]).any())
 
     def _slice(self, source: Source, item: Any) -> Window:
         """Cut a loader batch into what fits.

@@ -43,6 +43,12 @@ class Replicas:
         """
         return np.asarray([numbers], "float32")
 
+    def any(self, flag: bool) -> bool:
+        """Whether a flag is set in any process, which all ask together."""
+        if self.processes == 1:
+            return flag
+        return bool(self.gather([flag]).any())
+
     def scope(self) -> AbstractContextManager:
         """Make a scope in which variables have a copy on every replica."""
         return contextlib.nullcontext()
