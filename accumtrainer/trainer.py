@@ -457,7 +457,7 @@ class Trainer(Answers):
         Returns:
             The batch's loss, or the list of loss and metrics, or a dict.
         """
-        with self._engine.following_layers():
+        with self._engine.following_layers(is_update=True):
             return self._train_on_piece(
                 OnePiece(
                     x,

@@ -182,12 +182,16 @@ class Engine:
             )
 
     @contextlib.contextmanager
-    def following_layers(self) -> Iterator[None]:
+    def following_layers(self, *, is_update: bool = False) -> Iterator[None]:
         """Make a scope that begins with what the model is made of by now.
 
         What changes in here, its layers have changed themselves.
+
+        Args:
+            is_update: whether it is for a single update, for which several
+                processes are to exchange nothing but gradients.
         """
-        if self._is_following:
+        if self._is_following or (is_update and self.replicas.processes > 1):
             yield
             return
         before, now = self._looks, self._backend.looks_of(self._model)
