@@ -143,13 +143,12 @@ def test_unsupported_backend_is_refused_with_the_supported_ones(monkeypatch):
 
 
 jax_only = pytest.mark.skipif(
-    BACKEND != "jax", reason="is about arrays that JAX is given for good"
+    BACKEND != "jax",
+    reason="is about arrays that JAX is given for good, or its tracers",
 )
 
 
-@pytest.mark.skipif(
-    BACKEND != "jax", reason="JAX alone looks for tracers that are kept"
-)
+@jax_only
 @pytest.mark.parametrize("plan", ["fused", "streamed"])
 def test_training_keeps_no_tracers(plan, use_plan):
     import jax
