@@ -132,9 +132,9 @@ class Backend(WindowBackend):
         return self.has_accelerator()
 
     def looks_of(self, model: Model) -> Looks:
-        """Note what compiled functions have been made from.
+        """Note what compiled functions were made from, as far as Keras does.
 
-        By then Keras has compiled its own too, on PyTorch it never does.
+        What else Python code reads stays as it was where Keras compiles too.
         """
         return Looks(model.variables)
 
