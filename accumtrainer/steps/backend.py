@@ -131,11 +131,16 @@ class Backend(WindowBackend):
         """Whether programs are still running when a call of them returns."""
         return self.has_accelerator()
 
-    def looks_of(self, model: Model) -> Looks:
+    def looks_of(self, model: Model, beside: list[Any]) -> Looks:
         """Note what compiled functions were made from, as far as Keras does.
 
         What else Python code reads stays as it was where Keras compiles too.
+
+        Args:
+            model: `keras.Model` that is trained.
+            beside: what else a window's code reads.
         """
+        del beside
         return Looks(model.variables)
 
     # To trace and to compile.

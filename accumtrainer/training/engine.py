@@ -194,7 +194,7 @@ class Engine:
         if self._is_following or (is_update and self.replicas.processes > 1):
             yield
             return
-        before, now = self._looks, self._backend.looks_of(self._model)
+        before, now = self._looks, self._look()
         is_changed = before is not None and now.differ_from(before)
         if self.replicas.any(is_changed):
             self._turn_to_model()
@@ -204,7 +204,12 @@ class Engine:
         finally:
             self._is_following = False
             if self._model.built:
-                self._looks = self._backend.looks_of(self._model)
+                self._looks = self._look()
+
+    def _look(self) -> Looks:
+        """Note what windows are made of: a model, and what hooks are told."""
+        told = {k: v for k, v in vars(self._hooks).items() if k[:1] != "_"}
+        return self._backend.looks_of(self._model, [type(self._hooks), told])
 
     def follow_model(self) -> None:
         """Turn to what of the model is trainable by now, if that has changed.

@@ -1,5 +1,7 @@
 """Claims about layers that are changed between one call and the next."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -18,17 +20,36 @@ Y = np.random.default_rng(1).normal(size=(12, 3)).astype("float32")
 HOW = {"batch_size": 12, "verbose": 0}
 
 
-class Counting(layers.Layer):
-    """Counts its calls, as nobody asked it to."""
+class Settings:
+    """What a layer is configured by."""
+
+    def __init__(self):
+        self.factors = [{"factor": [1.0]}]
+
+
+class Noting(layers.Layer):
+    """Notes what it is given, as nobody asked it to."""
+
+    factor = 1.0
 
     def build(self, shape):
-        self.calls = 0
         self.seen = []
+        self.settings = Settings()
+        self.table = np.ones([6, 6], "float32")
 
     def call(self, x):
-        self.calls += 1
         self.seen.append(tuple(x.shape))
-        return 1 * x
+        by = self.settings.factors[0]["factor"][0] * self.factor
+        return by * float(self.table[0, 0]) * x
+
+
+class Scaled(keras.losses.Loss):
+    """A loss with a factor."""
+
+    factor = 1.0
+
+    def call(self, y, y_pred):
+        return self.factor * keras.ops.mean((y - y_pred) ** 2, -1)
 
 
 def make_model():
@@ -40,8 +61,10 @@ def make_model():
             keras.Input([6]),
             layers.TorchModuleWrapper(module),
             layers.Rescaling(1.0),
-            Counting(),
-            layers.Dense(3, name="head"),
+            Noting(),
+            layers.Dense(
+                3, kernel_regularizer=keras.regularizers.L2(0.0), name="head"
+            ),
         ]
     )
     model(X[:1])
@@ -51,8 +74,8 @@ def make_model():
 def make_trainer(model, **options):
     return Trainer(
         model,
-        optimizer=keras.optimizers.SGD(0.1),
-        loss="mse",
+        optimizer=keras.optimizers.SGD(0.1, momentum=0.5),
+        loss=Scaled(),
         accumulation=Accumulation(micro_batch_size=4),
         **options,
     )
@@ -97,6 +120,34 @@ def constrain(model, module):
     model.get_layer("head").kernel.constraint = keras.constraints.NonNeg()
 
 
+def strengthen(model, module):
+    model.get_layer("head").kernel_regularizer.l2 = 0.5
+
+
+def clip(model, module):
+    model.optimizer.clipnorm = 0.01
+
+
+def slow_down(model, module):
+    model.optimizer.momentum = 0.1
+
+
+def scale_loss(model, module):
+    model.loss.factor = 3.0
+
+
+def exchange_setting(model, module):
+    model.layers[2].settings.factors[0]["factor"][0] = 2.0
+
+
+def write_to_table(model, module):
+    model.layers[2].table[0, 0] = 2.0
+
+
+def exchange_class_attribute(model, module):
+    model.layers[2].__class__ = type("Other", (Noting,), {"factor": 2.0})
+
+
 CHANGES = [
     patch_forward,
     hook_call,
@@ -107,6 +158,13 @@ CHANGES = [
     exchange_number,
     regularize,
     constrain,
+    strengthen,
+    clip,
+    slow_down,
+    scale_loss,
+    exchange_setting,
+    write_to_table,
+    exchange_class_attribute,
 ]
 
 
@@ -120,13 +178,14 @@ def test_next_fit_runs_layers_as_they_are_by_then(change, run_eagerly):
         return before + after, model.get_weights()
 
     model, module = make_model()
-    model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.5), Scaled())
     expected = losses(lambda: model.fit(X, Y, **HOW), model, module)
     model, module = make_model()
     trainer = make_trainer(model, run_eagerly=run_eagerly)
     if change is append_submodule:  # normalizes what it is given at once
-        trainer = Trainer(model, "sgd", "mse", run_eagerly=run_eagerly)
-        trainer.optimizer.learning_rate = 0.1
+        trainer = Trainer(
+            model, trainer.optimizer, Scaled(), run_eagerly=run_eagerly
+        )
     found = losses(lambda: trainer.fit(X, Y, **HOW), model, module)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-4)
     for one, other in zip(found[1], expected[1], strict=True):
@@ -176,3 +235,73 @@ def test_what_is_built_in_training_is_listed_as_parameters():
     listed = {id(parameter) for parameter in model.parameters()}
     assert {id(v.value) for v in model.variables} <= listed
     assert len(model.state_dict()) == 4
+
+
+class Weighing(Trainer):
+    """Weighs a loss by a number of its own."""
+
+    factor = 1.0
+
+    def compute_loss(self, batch, info):
+        loss = super().compute_loss(batch, info)
+        return dataclasses.replace(loss, mean=self.factor * loss.mean)
+
+
+@pytest.mark.parametrize("whose", [lambda trainer: trainer, type])
+def test_next_call_weighs_as_a_trainer_says_by_then(whose):
+    model, _ = make_model()
+    kind = type("Mine", (Weighing,), {})
+    trainer = kind(model, keras.optimizers.SGD(0.0), "mse")
+    (before,) = trainer.fit(X, Y, **HOW).history["loss"]
+    whose(trainer).factor = 3.0
+    (after,) = trainer.fit(X, Y, **HOW).history["loss"]
+    np.testing.assert_allclose(after, 3 * before, rtol=1e-5)
+    whose(trainer).factor = 2.0
+    after = trainer.train_on_batch(X, Y)
+    np.testing.assert_allclose(after, 2 * before, rtol=1e-5)
+
+
+def test_one_of_several_things_is_chosen_anew():
+    model, _ = make_model()
+    head = model.get_layer("head")
+    head.choice = [keras.activations.relu, keras.activations.softplus]
+    head.activation = head.choice[0]
+    trainer = make_trainer(model)
+    trainer.fit(X, Y, **HOW)
+    for activation in [head.choice[1], head.choice[0]]:
+        head.activation = activation
+        expected = keras.ops.convert_to_numpy(model(X))
+        found = trainer.predict(X, **HOW)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def go_on_logging(model, path):
+    model.run.steps.append(1)
+
+
+def load_weights(model, path):
+    model.save_weights(path)
+    model.load_weights(path)
+
+
+def run_by_keras(model, path):
+    model.evaluate(X, Y, **HOW)
+    model.predict(X, **HOW)
+    model(X)
+
+
+@pytest.mark.parametrize("act", [go_on_logging, load_weights, run_by_keras])
+def test_what_changes_no_window_records_nothing_anew(
+    act, tmp_path, monkeypatch
+):
+    model = keras.Sequential([keras.Input([6]), layers.Dense(3)])
+    # Of another package than what is trained, as a run of W&B.
+    model.run = type("Run", (), {"__module__": "other"})()
+    model.run.steps = []
+    trainer = Trainer(model, "sgd", "mse")
+    model.evaluate(X, Y, **HOW)
+    trainer.fit(X, Y, **HOW)
+    graphs = note_graphs(monkeypatch)
+    act(model, tmp_path / "of.weights.h5")
+    trainer.fit(X, Y, **HOW)
+    assert graphs == []

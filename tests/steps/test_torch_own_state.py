@@ -91,6 +91,28 @@ class AsNumber(Keeping):
         self.sum = value
 
 
+class CountInDict(AsNumber):
+    def begin(self):
+        self.sums = {"one": 0.0}
+
+    def kept(self):
+        return self.sums["one"]
+
+    def keep(self, value):
+        self.sums["one"] = value
+
+
+class CountInList(AsNumber):
+    def begin(self):
+        self.sums = []
+
+    def kept(self):
+        return float(len(self.sums))
+
+    def keep(self, value):
+        self.sums.append(value)
+
+
 def make_model(*more, **options):
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.Input([4]), *more, layers.Dense(3)])
@@ -122,9 +144,11 @@ def test_trial_leaves_tensors_as_a_layer_has_kept_them(kind, train):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_trial_leaves_numbers_as_a_layer_has_kept_them():
-    expected = make_model(AsNumber()).fit(X, Y, **HOW).history["loss"]
-    found = by_trainer_eagerly(make_model(AsNumber())).history["loss"]
+@pytest.mark.parametrize("train", EVERY_WAY)
+@pytest.mark.parametrize("kind", [AsNumber, CountInDict, CountInList])
+def test_layers_may_keep_numbers_of_their_own(kind, train):
+    expected = make_model(kind()).fit(X, Y, **HOW).history["loss"]
+    found = train(make_model(kind())).history["loss"]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 

@@ -5,14 +5,19 @@ tensors have no numbers: one that a layer puts into an attribute, a table it has
 made or what it shows others, it would find there later.
 """
 
+import argparse
 import collections
 import contextlib
-from collections.abc import Iterable, Iterator
+import types
+import zlib
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from accumtrainer.keras_api import keras, tree
+from accumtrainer.steps.looks import PLAIN
 
 MISSING = object()
 CONTAINERS = (list, dict, collections.deque)
@@ -23,25 +28,40 @@ OF_RUNNING = {
     *(f"stop_{name}" for name in ("training", "evaluating", "predicting")),
     *(f"{name}_function" for name in ("train", "test", "predict")),
     "_eval_epoch_iterator",
+    *("_losses", "_loss_ids", "_losses_override"),
+    *("_inbound_nodes", "_outbound_nodes", "_nodes", "_nodes_by_depth"),
+    *("_tracker", "_auto_config"),
 }
-"""Attributes that say how a model runs, not of what it is made."""
+"""Attributes that say how a model runs or was written, not what it is."""
+
+LEAVES = (
+    torch.Tensor,
+    *(keras.initializers.Initializer, keras.KerasTensor, keras.InputSpec),
+)
+"""Into these nobody looks: what matters is which one it is."""
+
+EMPTY = {list, dict, set, collections.OrderedDict}
+"""Where these are empty, it is as if they were not there."""
+
+NOT_OF_USERS = ("accumtrainer", "builtins", "keras", "torch")
+"""Packages whose classes nobody changes."""
 
 
 @contextlib.contextmanager
-def attributes_put_back(owners: Iterable[Any]) -> Iterator[list[str]]:
+def attributes_put_back(owners: Iterable[Any]) -> Iterator[dict[str, Any]]:
     """Look at what objects keep in here, and put back what they had before.
 
     Args:
         owners: modules or metrics.
 
     Returns:
-        List that has the names of what was put back, once the scope has ended.
+        What was put back, by its name, once the scope has ended.
 
     Raises:
         ValueError: one keeps a tensor that has no numbers.
     """
     before = [(one, dict(vars(one)), _contents(one)) for one in owners]
-    changed: list[str] = []
+    changed: dict[str, Any] = {}
     keeping: list[str] = []
     try:
         yield changed
@@ -54,34 +74,107 @@ def attributes_put_back(owners: Iterable[Any]) -> Iterator[list[str]]:
                 if has_fakes or _is_replaced(old, value, items, was_built):
                     _put_back(owner, name, old, items)
                     whose = getattr(owner, "name", type(owner).__name__)
-                    changed.append(f"{whose}.{name}")
-                    keeping += changed[-1:] if has_fakes else []
+                    changed[f"{whose}.{name}"] = old
+                    keeping += [f"{whose}.{name}"] if has_fakes else []
     if keeping:
         raise ValueError(f"{keeping[0]} keeps what a layer has computed")
 
 
-def attributes_of(layers: Iterable[Any]) -> list[Any]:
-    """List what the attributes of layers are, and what is in them.
+def attributes_of(owners: list[Any]) -> list[Any]:
+    """List what objects keep as attributes, what that keeps, and so on.
 
-    Hooks of modules and regularizers of variables are among it.
+    Hooks of modules, regularizers of variables and what a model was compiled
+    with are among it, and what users' classes say.
 
     Args:
-        layers: of Keras, which are modules of PyTorch too.
+        owners: layers, for the most part.
+
+    Returns:
+        List whose order stays while nothing changes. What is `None` or `False`
+        is left out, as Keras adds such attributes to layers at times.
     """
+    classes = [o if isinstance(o, type) else type(o) for o in owners]
+    packages = {_package(kind) for one in classes for kind in one.__mro__}
+    kinds: dict[type, Any] = {}
     found: list[Any] = []
-    for module in modules_of(layers):
-        found.append(module)
-        for name, value in vars(module).items():
-            if name in OF_RUNNING:
-                continue
-            found += [name, value]
-            if isinstance(value, dict):
-                found += [*dict.keys(value), *dict.values(value)]
-            elif isinstance(value, list):
-                found += value
-            elif isinstance(value, keras.Variable):
-                found += [value.regularizer, value.constraint]
+    known: set[int] = set()
+    left: list[Any] = [owners]
+    while left:
+        value = left.pop()
+        kind = type(value)
+        if kind not in kinds:
+            kinds[kind] = _how_to_open(kind, packages)
+        if kinds[kind] is None or id(value) in known:
+            found.append(value)
+        else:
+            known.add(id(value))
+            itself, parts = kinds[kind](value)
+            found += itself
+            left += parts
     return found
+
+
+def _how_to_open(
+    kind: type, packages: Container[str]
+) -> Callable[[Any], tuple[list[Any], Iterable[Any]]] | None:
+    """Choose what tells what stands for an object, and which parts it has.
+
+    Args:
+        kind: its class.
+        packages: those whose classes matter, beside Python's own.
+
+    Returns:
+        Function, or `None` where the object is all there is.
+    """
+    if issubclass(kind, LEAVES) or kind in PLAIN:
+        return None
+    for parent, opened in OPENED.items():
+        if issubclass(kind, parent):
+            return opened
+    is_open = kind.__dictoffset__ and _package(kind) in packages
+    return _open_object if is_open else None
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _open_object(owner: Any) -> tuple[list[Any], list[Any]]:
+    itself, parts = [owner], [type(owner)]
+    for name, value in vars(owner).items():
+        if value is None or value is False or name in OF_RUNNING:
+            continue
+        if type(value) in PLAIN or value is True:
+            itself += (name, value)
+        elif type(value) not in EMPTY or value:
+            itself.append(name)
+            parts.append(value)
+    return itself, parts
+
+
+def _open_class(owner: type) -> tuple[list[Any], list[Any]]:
+    """List what a class says, if users have written it."""
+    if _package(owner) in NOT_OF_USERS:
+        return [owner], []
+    return [owner], [*owner.__bases__, *vars(owner).values()]
+
+
+OPENED = {
+    # Keras makes this of a layer's parameters anew.
+    torch.nn.ParameterDict: lambda value: ([], list(value.values())),
+    # As a mask or a table that a layer has made: it may be written to.
+    np.ndarray: lambda value: ([value, zlib.crc32(value.tobytes())], []),
+    dict: lambda value: (list(dict.keys(value)), list(dict.values(value))),
+    **dict.fromkeys(
+        (list, tuple, set, frozenset, collections.deque),
+        lambda value: ([len(value)], value),
+    ),
+    keras.Variable: lambda v: ([v], [v.regularizer, v.constraint]),
+    types.FunctionType: lambda value: ([value, value.__code__], []),
+    type: _open_class,
+    **dict.fromkeys((types.SimpleNamespace, argparse.Namespace), _open_object),
+}
+"""What stands for an object, and the parts to go on with, by its class."""
 
 
 def modules_of(layers: Iterable[Any]) -> list[Any]:
@@ -121,23 +214,25 @@ def _items(value: Any) -> dict:
 
 
 def _is_replaced(old: Any, value: Any, items: Any, was_built: bool) -> bool:
-    """Whether a tensor or number is another, or a tensor in a container.
+    """Whether a tensor or number is another, or one in a container.
 
     What is made once may stay, as what a layer has built.
     """
-    if old is value and items is None:
-        return False
+    kinds = (torch.Tensor, int, float) if was_built else torch.Tensor
     if items is None:
-        is_count = isinstance(old, (int, float)) and not isinstance(old, bool)
-        return isinstance(old, torch.Tensor) or (is_count and was_built)
+        return old is not value and _is_one_of(old, kinds)
     now = _items(value) if isinstance(value, CONTAINERS) else {}
     keys = items if isinstance(old, dict) else {**items, **now}
     pairs = [(items.get(key), now.get(key)) for key in keys]
     return any(
         one is not other
-        and (isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor))
+        and (_is_one_of(one, kinds) or _is_one_of(other, kinds))
         for one, other in pairs
     )
+
+
+def _is_one_of(value: Any, kinds: Any) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def _put_back(owner: Any, name: str, old: Any, items: Any) -> None:
@@ -157,12 +252,23 @@ def _put_back(owner: Any, name: str, old: Any, items: Any) -> None:
         old.extend(items.values())
 
 
-def _holds_fakes(value: Any, depth: int = 3) -> bool:
-    """Whether a value is a tensor without numbers, or such a list or dict."""
+def has_tensors(value: Any) -> bool:
+    """Whether a value is a tensor, or a list, dict or the like of some."""
+    return any(isinstance(t, torch.Tensor) for t in _flatten(value))
+
+
+def _holds_fakes(value: Any) -> bool:
+    return any(is_fake(part) for part in _flatten(value))
+
+
+def _flatten(value: Any, depth: int = 3) -> Iterator[Any]:
+    """List what is in lists, dicts and the like, which may be in others."""
     if depth and isinstance(value, (*CONTAINERS, tuple)):
         items = dict.values(value) if isinstance(value, dict) else value
-        return any(_holds_fakes(item, depth - 1) for item in items)
-    return is_fake(value)
+        for item in items:
+            yield from _flatten(item, depth - 1)
+    else:
+        yield value
 
 
 def is_fake(value: Any) -> bool:

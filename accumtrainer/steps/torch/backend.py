@@ -25,6 +25,7 @@ from accumtrainer.steps.torch.attributes import (
     all_metrics,
     attributes_of,
     attributes_put_back,
+    has_tensors,
     modules_of,
 )
 from accumtrainer.steps.torch.gradients import (
@@ -102,15 +103,15 @@ class TorchBackend(Backend):
             self._modules = Modules(model)
         return self._modules.buffers
 
-    def looks_of(self, model: Model) -> Looks:
-        return Looks(attributes_of(flatten_layers(model)))
+    def looks_of(self, model: Model, beside: list[Any]) -> Looks:
+        return Looks(attributes_of([*flatten_layers(model), *beside]))
 
     def trace(self, function: Callable[[Batch], Nest], batch: Batch) -> Traced:
         known = [] if self._model is None else self._model.variables
         with (
             torch.no_grad(),
             torch.random.fork_rng(),
-            _unchanged(self._model or self._modules.model) as kept,
+            _unchanged(self._model or self._modules.model) as numbers,
             Trial(known) as trial,
             self._modules.computing(is_trial=True),
         ):
@@ -121,7 +122,7 @@ class TorchBackend(Backend):
             for variable in trial.changed(known):
                 variable.assign(variable.value.clone())
             scope.assign()
-        self._keeps_numbers = self._keeps_numbers or bool(kept)
+        self._keeps_numbers = self._keeps_numbers or bool(numbers)
         return Traced(trial.operations, trial.fixes_sizes)
 
     def compile(
@@ -161,7 +162,7 @@ class TorchBackend(Backend):
     def _recording(self) -> Iterator[None]:
         if self._keeps_numbers:
             # What it makes of them reads no tensor, and would stay as it is.
-            raise ValueError("a metric keeps numbers of its own")
+            raise ValueError("a layer or metric keeps numbers of its own")
         self._is_recording = True
         try:
             model = self._model or self._modules.model  # the latter in `fit`
@@ -338,20 +339,24 @@ def _unchanged(model: Model | None) -> Iterator[list[str]]:
     """Put back what layers and metrics keep beside their variables.
 
     Returns:
-        List that has the names of what metrics kept, once the scope has ended.
+        List that has the names of what they keep that no function which is
+        recorded would change, once the scope has ended.
     """
     layers = [] if model is None else flatten_layers(model)
     # Normalizations do not say that they change theirs.
     before = {b: b.clone() for layer in layers for b in layer.buffers()}
+    numbers: list[str] = []
     try:
         with (
-            attributes_put_back(modules_of(layers)),
-            attributes_put_back(all_metrics(model) if layers else []) as kept,
+            attributes_put_back(modules_of(layers)) as of_layers,
+            attributes_put_back(all_metrics(model) if layers else []) as more,
         ):
-            yield kept
+            yield numbers
     finally:
         for buffer, value in before.items():
             buffer.copy_(value)
+    numbers += more
+    numbers += (name for name, old in of_layers.items() if not has_tensors(old))
 
 
 def _written(function: Callable[[], None]) -> Callable[[], None]:
