@@ -1,6 +1,7 @@
 """Claims about layers that are changed between one call and the next."""
 
 import dataclasses
+import types
 
 import numpy as np
 import pytest
@@ -277,6 +278,7 @@ def test_one_of_several_things_is_chosen_anew():
 
 def go_on_logging(model, path):
     model.run.steps.append(1)
+    model.tools.steps = [1]
 
 
 def load_weights(model, path):
@@ -298,6 +300,7 @@ def test_what_changes_no_window_records_nothing_anew(
     # Of another package than what is trained, as a run of W&B.
     model.run = type("Run", (), {"__module__": "other"})()
     model.run.steps = []
+    model.tools = types.ModuleType("tools")
     trainer = Trainer(model, "sgd", "mse")
     model.evaluate(X, Y, **HOW)
     trainer.fit(X, Y, **HOW)

@@ -23,7 +23,6 @@ from accumtrainer.steps.memory import Backup
 from accumtrainer.steps.torch import memory
 from accumtrainer.steps.torch.attributes import (
     all_metrics,
-    attributes_of,
     attributes_put_back,
     has_tensors,
     modules_of,
@@ -34,6 +33,7 @@ from accumtrainer.steps.torch.gradients import (
     map_rows,
 )
 from accumtrainer.steps.torch.layouts import Order, lay_out
+from accumtrainer.steps.torch.looks import attributes_of
 from accumtrainer.steps.torch.loops import record_scan
 from accumtrainer.steps.torch.marks import record_branch
 from accumtrainer.steps.torch.modules import Modules, show_parameters
