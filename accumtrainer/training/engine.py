@@ -196,7 +196,7 @@ class Engine:
             return
         before, now = self._looks, self._look()
         is_changed = before is not None and now.differ_from(before)
-        if self.replicas.any(is_changed):
+        if self.replicas.any(is_changed or self._has_other_weights()):
             self._turn_to_model()
         self._is_following = True
         try:
@@ -218,10 +218,13 @@ class Engine:
             ValueError: the model was compiled anew, with other metrics.
         """
         self.check_compiled()
-        if self._trainable is None:
-            return
-        if self._trainable.differs_from(self._model):
+        if self._has_other_weights():
             self._turn_to_model()
+
+    def _has_other_weights(self) -> bool:
+        """Whether weights, or which are trained, are others than compiled."""
+        before = self._trainable
+        return before is not None and before.differs_from(self._model)
 
     def _turn_to_model(self) -> None:
         """Compile windows anew, once `prepare` has seen one.
@@ -239,12 +242,12 @@ class Engine:
         self._set_up()
 
     def follow_model_amid_fit(self, window: Window) -> None:
-        """Turn to what callbacks have made trainable or not, and get ready.
+        """Turn to the weights that callbacks have chosen, and get ready.
 
         Args:
             window: the next one.
         """
-        if self._trainable.differs_from(self._model):
+        if self._has_other_weights():
             self.follow_model()
         if self._program is None:
             self.prepare(window, measures_gradients=self._measures_gradients)

@@ -1,4 +1,4 @@
-"""What of a model is trained, for which windows were compiled."""
+"""What weights a model has, and which are trained, when windows compile."""
 
 import warnings
 
@@ -8,25 +8,30 @@ from accumtrainer.keras_api.types import Model
 
 
 class Trainable:
-    """Which variables and layers of a model were trainable at one moment.
+    """Which weights and layers of a model were trainable at one moment.
 
     A layer may behave otherwise when it is frozen, although it has nothing to
-    train: `BatchNormalization` leaves its statistics alone.
+    train: `BatchNormalization` leaves its statistics alone. Quantizing gives a
+    layer other weights, which need not be trained.
 
     Args:
         model: `keras.Model`, built.
     """
 
     def __init__(self, model: Model):
-        self._variables = list(model.trainable_variables)
-        self._ids = list(map(id, self._variables))
+        self._weights = [(v, v.trainable) for v in model.weights]
         self._layers = [(v, v.trainable) for v in flatten_layers(model)]
 
     def differs_from(self, model: Model) -> bool:
-        """Whether other variables are trainable, or a layer has changed."""
-        if list(map(id, model.trainable_variables)) != self._ids:
+        """Whether there are other weights, or what is trainable has changed."""
+        weights = model.weights
+        if len(weights) != len(self._weights):
             return True
-        return any(layer.trainable is not was for layer, was in self._layers)
+        pairs = zip(weights, self._weights, strict=True)
+        return any(
+            one is not other or one.trainable is not was
+            for one, (other, was) in pairs
+        ) or any(layer.trainable is not was for layer, was in self._layers)
 
 
 def warn_of_nothing_to_train(model: Model) -> None:

@@ -254,3 +254,40 @@ def test_what_was_quantized_since_is_used(mode, is_frozen):
     np.testing.assert_allclose(
         trained, loss, rtol=1e-5 if mode == "int8" else 0.05
     )
+
+
+@pytest.mark.parametrize("when", ["epoch", "train"])
+def test_what_a_callback_has_quantized_is_used(when):
+    model = make_model()
+    model.get_layer("wide").trainable = False
+    for layer in model.layers[1:]:  # so that rounding shows
+        layer.set_weights([30 * weight for weight in layer.get_weights()])
+    trainer = Trainer(
+        model, keras.optimizers.SGD(0.0), loss(), jit_compile=JIT_COMPILE
+    )
+    how = {"batch_size": 16, "verbose": 0}
+    before = trainer.evaluate(IDS, Y, **how)
+
+    def quantize(*_):
+        if not model.get_layer("wide").quantization_mode:
+            model.get_layer("wide").quantize("int8")
+
+    act = keras.callbacks.LambdaCallback(**{f"on_{when}_end": quantize})
+    logs = trainer.fit(
+        *(IDS, Y),
+        **how,
+        epochs=2,
+        callbacks=[act],
+        validation_data=(IDS, Y),
+    ).history
+    after = trainer.evaluate(IDS, Y, **how)
+    assert abs(after - before) > 1e-4
+    expected = [before, after if when == "epoch" else before]
+    np.testing.assert_allclose(logs["loss"], expected, rtol=1e-5)
+    np.testing.assert_allclose(logs["val_loss"], expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        trainer.predict(IDS, **how),
+        ops.convert_to_numpy(model(IDS)),
+        rtol=1e-5,
+        atol=1e-6,
+    )
