@@ -286,7 +286,8 @@ def compiled_arguments(model: Model) -> dict[str, Any]:
     """Return what the user gave to `model.compile`, as the objects given.
 
     `Model.get_compile_config` returns them serialized, which loses functions
-    and the identity of metric objects.
+    and the identity of metric objects. What an earlier `compile` was given
+    stands where the last one was given none, if Keras keeps it so.
 
     Args:
         model: a compiled `keras.Model`.
@@ -296,8 +297,18 @@ def compiled_arguments(model: Model) -> dict[str, Any]:
         `weighted_metrics`; values are `None` where nothing was given.
     """
     config = model._compile_config.config
-    names = ("loss", "loss_weights", "metrics", "weighted_metrics")
-    return {name: config[name] for name in names}
+    arguments: dict[str, Any] = {}
+    for names, kept in (
+        (("loss", "loss_weights"), model._compile_loss),
+        (("metrics", "weighted_metrics"), model._compile_metrics),
+    ):
+        values = [config[name] for name in names]
+        # Keras asks for a loss alone, and for either kind of metrics.
+        asked = values[:1] if names[0] == "loss" else values
+        if kept is not None and all(value is None for value in asked):
+            values = [getattr(kept, f"_user_{name}") for name in names]
+        arguments.update(zip(names, values, strict=True))
+    return arguments
 
 
 def given_rate(optimizer: Optimizer) -> Any:

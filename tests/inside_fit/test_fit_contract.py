@@ -186,3 +186,31 @@ def test_sparse_data_are_refused_inside_fit_with_the_remedy(
     callbacks = [GradientAccumulation(2)]
     with pytest.raises(TypeError, match="x must hold dense.*Make it dense"):
         model.fit(sparse.csr_matrix(X), Y, callbacks=callbacks, **ORDER)
+
+
+@pytest.mark.parametrize("trains", ["callback", "Trainer"])
+def test_what_the_last_compile_does_not_name_stays(trains):
+    def make_model():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adam", loss, loss_weights=2.0, metrics=["accuracy"])
+        model.compile(keras.optimizers.SGD(0.1))
+        return model
+
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=[12, 4]), rng.integers(0, 3, 12)
+    how = {"shuffle": False, "verbose": 0, "epochs": 2}
+    model, expected = make_model(), make_model()
+    logs = expected.fit(x, y, batch_size=6, **how).history
+    if trains == "Trainer":
+        trainer = make_trainer(model, Accumulation(micro_batch_size=2))
+        found = trainer.fit(x, y, batch_size=6, **how).history
+    else:
+        callbacks = [GradientAccumulation(3)]
+        found = model.fit(
+            x, y, batch_size=2, callbacks=callbacks, **how
+        ).history
+    assert_same_weights(model, expected)
+    for name in ("loss", "accuracy"):
+        np.testing.assert_allclose(found[name], logs[name], rtol=1e-5)
