@@ -297,8 +297,7 @@ def test_what_changes_no_window_records_nothing_anew(
     act, tmp_path, monkeypatch
 ):
     model = keras.Sequential([keras.Input([6]), layers.Dense(3)])
-    # Of another package than what is trained, as a run of W&B.
-    model.run = type("Run", (), {"__module__": "other"})()
+    model.run = type("Run", (), {"__module__": "wandb.sdk"})()
     model.run.steps = []
     model.tools = types.ModuleType("tools")
     trainer = Trainer(model, "sgd", "mse")

@@ -9,6 +9,7 @@ one turn is; such a graph is run in pieces.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import optree
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -61,7 +62,7 @@ class Graph:
         with OnlyWhatIsSeen(), NoneFromOutside():
             module = make_fx(function, tracing_mode="fake")(tensors)
         for node in module.graph.nodes:
-            if not can_run_again(node.target):
+            if not can_run_again(node.target) or _has_open_size(node):
                 raise ValueError(f"{node.target} is not recorded")
         _tidy(module)
         *nodes, output = module.graph.nodes
@@ -248,6 +249,16 @@ class _Pieces:
         """Run all, and change what is known."""
         for piece in self._pieces:
             piece.run(values)
+
+
+def _has_open_size(node: fx.Node) -> bool:
+    """Whether it is numbers in a tensor that say how large a value is."""
+    return any(
+        isinstance(size, torch.SymInt)
+        for value in optree.tree_leaves(node.meta.get("val"))
+        if isinstance(value, torch.Tensor)
+        for size in value.shape
+    )
 
 
 def _constant_of(module: fx.GraphModule, result: Any) -> Any:

@@ -6,10 +6,14 @@ be noticed before the next call.
 """
 
 import argparse
+import array
 import collections
+import contextlib
+import functools
+import sys
 import types
 import zlib
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,17 +22,23 @@ import torch
 from accumtrainer.keras_api import keras
 from accumtrainer.steps.looks import PLAIN
 
-OF_RUNNING = {
-    "training",
+OF_MODELS = {
     "history",
     *(f"stop_{name}" for name in ("training", "evaluating", "predicting")),
     *(f"{name}_function" for name in ("train", "test", "predict")),
     "_eval_epoch_iterator",
+    *("_nodes", "_nodes_by_depth"),
+}
+"""Attributes of models that say how they run or were written, not what they
+are."""
+
+OF_ALL = {
+    "training",
     *("_losses", "_loss_ids", "_losses_override"),
-    *("_inbound_nodes", "_outbound_nodes", "_nodes", "_nodes_by_depth"),
+    *("_inbound_nodes", "_outbound_nodes"),
     *("_tracker", "_auto_config"),
 }
-"""Attributes that say how a model runs or was written, not what it is."""
+"""Such attributes of layers, and of what they keep."""
 
 LEAVES = (
     *(types.ModuleType, torch.Tensor),
@@ -36,28 +46,38 @@ LEAVES = (
 )
 """Into these nobody looks: what matters is which one it is."""
 
+EMPTY_CELL = types.CellType()
 EMPTY = {list, dict, set, collections.OrderedDict}
 """Where these are empty, it is as if they were not there."""
 
 NOT_OF_USERS = ("accumtrainer", "builtins", "keras", "torch")
 """Packages whose classes nobody changes."""
 
+MOST_BYTES = 2**24
+"""How large an array is at most whose numbers are looked at."""
+
+CLOSED = {
+    *sys.stdlib_module_names,
+    *("numpy", "tensorflow", "jax", "jaxlib"),
+    *("wandb", "mlflow", "tensorboard", "tensorboardX", "trackio"),
+}
+"""Packages whose objects take no part in a step, as those that log, or change
+without that it matters, as caches and locks; `OPENED` has those that do."""
+
 
 def attributes_of(owners: list[Any]) -> list[Any]:
     """List what objects keep as attributes, what that keeps, and so on.
 
     Hooks of modules, regularizers of variables and what a model was compiled
-    with are among it, and what users' classes say.
+    with are among it, what users' classes say, and what their functions read.
 
     Args:
         owners: layers, for the most part.
 
     Returns:
         List whose order stays while nothing changes. What is `None` or `False`
-        is left out, as Keras adds such attributes to layers at times.
+        is left out of layers, as Keras adds such attributes to them at times.
     """
-    classes = [o if isinstance(o, type) else type(o) for o in owners]
-    packages = {_package(kind) for one in classes for kind in one.__mro__}
     kinds: dict[type, Any] = {}
     found: list[Any] = []
     known: set[int] = set()
@@ -66,7 +86,7 @@ def attributes_of(owners: list[Any]) -> list[Any]:
         value = left.pop()
         kind = type(value)
         if kind not in kinds:
-            kinds[kind] = _how_to_open(kind, packages)
+            kinds[kind] = _how_to_open(kind)
         if kinds[kind] is None or id(value) in known:
             found.append(value)
         else:
@@ -77,14 +97,12 @@ def attributes_of(owners: list[Any]) -> list[Any]:
     return found
 
 
-def _how_to_open(
-    kind: type, packages: Container[str]
-) -> Callable[[Any], tuple[list[Any], Iterable[Any]]] | None:
-    """Choose what tells what stands for an object, and which parts it has.
+Opened = tuple[list[Any], Iterable[Any]]
+"""What stands for an object, and the parts to go on with."""
 
-    Args:
-        kind: its class.
-        packages: those whose classes matter, beside Python's own.
+
+def _how_to_open(kind: type) -> Callable[[Any], Opened] | None:
+    """Choose how to open objects of a class.
 
     Returns:
         Function, or `None` where the object is all there is.
@@ -93,21 +111,39 @@ def _how_to_open(
         return None
     for parent, opened in OPENED.items():
         if issubclass(kind, parent):
-            return opened
-    is_open = kind.__dictoffset__ and _package(kind) in packages
-    return _open_object if is_open else None
+            return opened if _is_known(kind) else _with_attributes(opened)
+    names = {_package(one) for one in kind.__mro__}
+    # A Trainer, or what watches one, tells what is under way.
+    is_ours = "accumtrainer" in names and not issubclass(kind, torch.nn.Module)
+    is_closed = is_ours or _package(kind) in CLOSED
+    return None if is_closed else _open_object
 
 
-def _package(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
+def _with_attributes(opened: Callable[[Any], Opened]) -> Callable:
+    """Open also what an object of a subclass keeps as attributes."""
+
+    def open_both(value: Any) -> Opened:
+        one, other = opened(value), _open_object(value)
+        return [*one[0], *other[0]], [*one[1], *other[1]]
+
+    return open_both
 
 
-def _open_object(owner: Any) -> tuple[list[Any], list[Any]]:
+def _package(one: Any) -> str:
+    """Return the package of a class or a function."""
+    return (one.__module__ or "").partition(".")[0]
+
+
+def _open_object(owner: Any) -> Opened:
     itself, parts = [owner], [type(owner)]
-    for name, value in vars(owner).items():
-        if value is None or value is False or name in OF_RUNNING:
+    is_layer = isinstance(owner, torch.nn.Module)
+    hidden = OF_MODELS if isinstance(owner, keras.Model) else ()
+    for name, value in _attributes(owner):
+        if name in OF_ALL or name in hidden:
             continue
-        if type(value) in PLAIN or value is True:
+        if is_layer and (value is None or value is False):
+            continue
+        if type(value) in PLAIN or value is None or isinstance(value, bool):
             itself += (name, value)
         elif type(value) not in EMPTY or value:
             itself.append(name)
@@ -115,26 +151,97 @@ def _open_object(owner: Any) -> tuple[list[Any], list[Any]]:
     return itself, parts
 
 
-def _open_class(owner: type) -> tuple[list[Any], list[Any]]:
+def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
+    """List an object's attributes, also those that have slots."""
+    yield from list(getattr(owner, "__dict__", {}).items())
+    kind: Any = type(owner)
+    for name in _slots(kind):
+        with contextlib.suppress(AttributeError):
+            yield name, getattr(owner, name)
+
+
+@functools.lru_cache(maxsize=1000)
+def _slots(kind: type) -> list[str]:
+    return [
+        name
+        for one in kind.__mro__
+        for name, value in vars(one).items()
+        if isinstance(value, types.MemberDescriptorType)
+    ]
+
+
+def _open_class(owner: type) -> Opened:
     """List what a class says, if users have written it."""
-    if _package(owner) in NOT_OF_USERS:
+    if _is_known(owner):
         return [owner], []
     return [owner], [*owner.__bases__, *vars(owner).values()]
 
 
-OPENED = {
+def _open_function(function: types.FunctionType) -> Opened:
+    """List what a function reads from outside, if users have written it."""
+    code = function.__code__
+    if _is_known(function):
+        return [function, code], []
+    known = function.__globals__
+    read = [known[name] for name in _names(code) if name in known]
+    cells = function.__closure__ or ()
+    return [function, code], [
+        *(function.__defaults__, function.__kwdefaults__, vars(function)),
+        *(cell.cell_contents for cell in cells if cell != EMPTY_CELL),
+        *(value for value in read if not isinstance(value, type)),
+    ]
+
+
+def _is_known(one: Any) -> bool:
+    """Whether nobody changes a class or function, or what it reads."""
+    package = _package(one)
+    return package in NOT_OF_USERS or package in CLOSED
+
+
+@functools.lru_cache(maxsize=10_000)
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """List the names of globals in a function and in those within it."""
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return tuple(
+        dict.fromkeys([*code.co_names, *(n for c in inner for n in _names(c))])
+    )
+
+
+def _open_array(value: np.ndarray) -> Opened:
+    """Look at an array's numbers: it may be written to, as a mask."""
+    if value.nbytes > MOST_BYTES:
+        return [value], []
+    parts = value.ravel().tolist() if value.dtype.hasobject else []
+    return [value, zlib.crc32(value.tobytes())], parts
+
+
+OPENED: dict[type, Callable[[Any], Opened]] = {
     # Keras makes this of a layer's parameters anew.
     torch.nn.ParameterDict: lambda value: ([], list(value.values())),
-    # As a mask or a table that a layer has made: it may be written to.
-    np.ndarray: lambda value: ([value, zlib.crc32(value.tobytes())], []),
+    np.ndarray: _open_array,
+    **dict.fromkeys(
+        (bytearray, array.array),
+        lambda value: ([value, zlib.crc32(value)], []),
+    ),
     dict: lambda value: (list(dict.keys(value)), list(dict.values(value))),
     **dict.fromkeys(
         (list, tuple, set, frozenset, collections.deque),
         lambda value: ([len(value)], value),
     ),
     keras.Variable: lambda v: ([v], [v.regularizer, v.constraint]),
-    types.FunctionType: lambda value: ([value, value.__code__], []),
+    types.FunctionType: _open_function,
+    types.MethodType: lambda value: ([], [value.__self__, value.__func__]),
+    functools.partial: lambda value: (
+        [value],
+        [value.func, value.args, value.keywords],
+    ),
     type: _open_class,
-    **dict.fromkeys((types.SimpleNamespace, argparse.Namespace), _open_object),
+    **dict.fromkeys(
+        (
+            *(types.SimpleNamespace, argparse.Namespace, collections.ChainMap),
+            *(collections.UserDict, collections.UserList),
+        ),
+        _open_object,
+    ),
 }
-"""What stands for an object, and the parts to go on with, by its class."""
+"""What opens objects, by their class, also of packages that are closed."""
