@@ -193,12 +193,16 @@ def plan_of(backend, which, has_hook, model, targets, arguments, batches):
         "normal" in target.data and re.search(SPOILT, target.loss)
         for target in targets
     )
+    # Keras itself raises there for what is not finite.
+    raises = backend == "torch" and any(
+        "BinaryFocal" in target.loss for target in targets
+    )
     return Plan(
         backend=backend,
         which=which,
         has_hook=has_hook,
         may_weigh_classes=may_weigh and "weights" not in batches and has_loss,
-        may_spoil=may_spoil and has_loss,
+        may_spoil=may_spoil and has_loss and not raises,
         may_be_dataset="[" not in model.structure + model.input_structure,
         may_be_eager="float8" not in model.features,
     )
