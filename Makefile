@@ -1,14 +1,16 @@
 # A fresh machine needs Python 3.11 to 3.13 with venv, and make.
 #
 #   make demo     train the digits example
-#   make test     run the tests, once per backend, then what holds with Keras
-#                 Core too, and then the tests that come with Keras for its own
-#                 training and callbacks, through a Trainer: again per backend;
-#                 last the examples in docstrings. On TensorFlow, JAX and, where
-#                 it is installed in .venv, PyTorch; for all three
+#   make test     run the tests, their cases divided among the backends, then
+#                 what holds with Keras Core too, and then the tests that come
+#                 with Keras for its own training and callbacks, through a
+#                 Trainer, divided as well; last the examples in docstrings. On
+#                 TensorFlow, JAX and, where it is installed in .venv, PyTorch;
+#                 for all three
 #                 make test BACKENDS="tensorflow jax torch"
 #   make test-keras_own-jax  those of Keras alone; what may fail, and why, is in
 #                 tests/keras_own_tests/may_fail.py
+#   make test-everything  the same, with every case on every backend
 #   make test-python3.12  the same with that Python, and the newest versions of
 #                 everything, in .venv-3.12, without PyTorch; make test-pythons
 #                 with each Python from 3.11 to 3.13 that is on the PATH or among
@@ -66,7 +68,7 @@ KERAS_CORE_TESTS := $(patsubst %,test-keras_core-%,$(filter-out torch,$(BACKENDS
 KERAS_OWN_TESTS := $(BACKENDS:%=test-keras_own-%)
 
 .PHONY: demo test $(TESTS) $(KERAS_CORE_TESTS) $(KERAS_OWN_TESTS) \
-	test-pythons check lint types docs release doctest bench bench-quick \
+	test-everything test-pythons check lint types docs release doctest bench bench-quick \
 	bench-peers bench-gpu soak fuzz format clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
@@ -81,14 +83,24 @@ if_installed = $(BIN)/python -c 'import importlib.util as u, sys; \
 	sys.exit(not u.find_spec("$1"))' || { \
 		echo "$1 is not installed: its tests are left out."; exit 0; };
 
+# One backend at a time, none has any to leave to others.
+test-everything:
+	for backend in $(BACKENDS); do \
+		$(MAKE) test BACKENDS=$$backend || exit 1; \
+	done
+
 # The tests of a file on one worker make what they share once. In the order of
-# their names, the files that take longest are not the last. What is the same on
-# every backend, as pages of the documentation, is divided among them.
+# their names, the files that take longest are not the last.
 BY_FILE := --dist loadfile --no-loadscope-reorder
+
+# What need not run on every backend, above all the cases of a test, is divided
+# among them, in another way at every commit (tests/support/divided.py).
+DIVIDED := TESTED_BACKENDS="$(BACKENDS)" \
+	TESTED_COMMIT="$(shell git rev-parse HEAD 2>/dev/null)"
 
 $(TESTS): test-%: $(INSTALLED)
 	$(call if_installed,$*) \
-		KERAS_BACKEND=$* TESTED_BACKENDS="$(BACKENDS)" \
+		KERAS_BACKEND=$* $(DIVIDED) \
 		$(BIN)/python -m pytest -n 2 $(BY_FILE) $(PYTEST_ARGS)
 
 # tests/support/keras_core_contract.py says which of their tests Keras Core is
@@ -107,7 +119,7 @@ $(KERAS_CORE_TESTS): test-keras_core-%: $(INSTALLED)
 $(KERAS_OWN_TESTS): test-keras_own-%: $(INSTALLED)
 	$(call if_installed,$*) for size in "" "--micro-batch-size 3"; do \
 		PYTHONPATH=tests/keras_own_tests:tests/support KERAS_BACKEND=$* \
-			$(BIN)/python -m pytest -n 2 --noconftest -p through_trainer \
+			$(DIVIDED) $(BIN)/python -m pytest -n 2 --noconftest -p through_trainer \
 			-rs --disable-warnings $$size --pyargs \
 			keras.src.trainers.trainer_test keras.src.callbacks \
 			keras.src.optimizers.multi_optimizer_test || exit 1; \

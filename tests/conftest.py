@@ -1,12 +1,10 @@
 """What every test starts from: a backend, fixed seeds, float32."""
 
 import gc
-import importlib.util
 import itertools
 import logging
 import os
 import pathlib
-import zlib
 
 from xla_flags import quick_flags
 
@@ -32,6 +30,7 @@ import hypothesis
 import numpy as np
 import pytest
 import tracing
+from divided import leave_to_others, tested_backends
 
 BACKEND = os.environ["KERAS_BACKEND"]
 KERAS_NAME = os.environ.get("ACCUMTRAINER_KERAS", "keras")
@@ -51,31 +50,21 @@ else:
         """
         late = ("test_window.py", "test_window_loss.py")
         items.sort(key=lambda item: item.path.name not in late)
-        share_out(config, items)
+        leave_to_others(config, items, group_of, BACKEND)
 
 
-def share_out(config, items):
-    """Run each test that is marked `any_backend` on one of the backends.
+def group_of(item):
+    """Say with what else a test is divided among the backends.
 
-    What such a test claims is the same on all of them. `make test` tells which
-    backends it tests; pytest alone runs every test. What some backends skip
-    runs on all others.
+    Cases are divided with the others of their test, and what is marked
+    `any_backend` even alone. What some backends skip runs on all others.
     """
-    tested = os.environ.get("TESTED_BACKENDS", BACKEND).split()
-    tested = [name for name in tested if importlib.util.find_spec(name)]
-
-    def is_of_another(item):
-        # By its name, as not every backend collects the same tests.
-        place = zlib.crc32(item.nodeid.encode()) % len(tested)
-        return (
-            item.get_closest_marker("any_backend")
-            and not item.get_closest_marker("skipif")
-            and tested[place] != BACKEND
-        )
-
-    others = set(filter(is_of_another, items))
-    config.hook.pytest_deselected(items=[i for i in items if i in others])
-    items[:] = [item for item in items if item not in others]
+    is_any = item.get_closest_marker("any_backend")
+    if item.get_closest_marker("skipif"):
+        return None
+    if hasattr(item, "callspec") or is_any:
+        return item.nodeid.partition("[")[0]
+    return None
 
 
 # The first example of a test may compile, which no deadline foresees; and a
@@ -195,7 +184,11 @@ def pytest_report_header():
     """Say which backend and which versions this run is about."""
     names = (KERAS_NAME.replace("_", "-"), BACKEND, "numpy")
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in names)
-    return f"KERAS_BACKEND={BACKEND}: {versions}"
+    lines = [f"KERAS_BACKEND={BACKEND}: {versions}"]
+    others = [name for name in tested_backends(BACKEND) if name != BACKEND]
+    if others:
+        lines.append(f"Cases that {', '.join(others)} run are left to them.")
+    return lines
 
 
 @pytest.fixture

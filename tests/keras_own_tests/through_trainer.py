@@ -33,6 +33,7 @@ os.environ.setdefault("XLA_FLAGS", quick_flags())
 
 import keras
 import pytest
+from divided import leave_to_others
 from may_fail import MAY_FAIL, WRITTEN_FOR
 
 from accumtrainer import Accumulation, Trainer
@@ -179,6 +180,10 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(mark)
     if not config.getoption("keyword"):
         check_all_found(concerned, found, items)
+    # The tests of a file are divided among the backends.
+    leave_to_others(
+        config, items, lambda item: f"{item.path.name} {is_cut}", BACKEND
+    )
 
 
 def check_all_found(entries, found, items):
