@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 
 from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
-from accumtrainer.steps.looks import Looks
+from accumtrainer.steps.looks import Followed, Looks
 from accumtrainer.window.backend import WindowBackend
 
 
@@ -130,6 +130,9 @@ class Backend(WindowBackend):
     def runs_ahead(self) -> bool:
         """Whether programs are still running when a call of them returns."""
         return self.has_accelerator()
+
+    followed = Followed(lambda: Looks([]))
+    """What is told of code that runs, for whoever wants to know."""
 
     def looks_of(self, model: Model, beside: list[Any]) -> Looks:
         """Note what compiled functions were made from, as far as Keras does.

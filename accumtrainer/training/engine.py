@@ -20,7 +20,7 @@ from accumtrainer.keras_api.types import Variable
 from accumtrainer.progress import Progress
 from accumtrainer.saving.snapshot import Snapshot
 from accumtrainer.steps import Plan, Report, Step, choose_plan, make_backend
-from accumtrainer.steps.looks import Looks
+from accumtrainer.steps.looks import Followed, Looks
 from accumtrainer.steps.memory import MemoryPlan, make_memory_plan
 from accumtrainer.training.counting import Counting
 from accumtrainer.training.evaluator import Evaluator
@@ -90,7 +90,6 @@ class Engine:
         self.data_seconds = 0.0
         is_built = self._model.built
         self._trainable: Any = Trainable(self._model) if is_built else None
-        self._looks: Looks | None = None
         self._is_following = False
         self._measures_gradients = False
         self._compiled = list(self._model.metrics)
@@ -102,6 +101,7 @@ class Engine:
             model=self._model,
             compiles_all_shapes=self._jit_compile is True,
         )
+        self._followed = self._backend.followed = Followed(self._look)
         self.replicas = self._backend.replicas
         self._window_parts = WindowParts(
             hooks=self._hooks,
@@ -185,7 +185,7 @@ class Engine:
     def following_layers(self, *, is_update: bool = False) -> Iterator[None]:
         """Make a scope that begins with what the model is made of by now.
 
-        What changes in here, its layers have changed themselves.
+        What changes in here, the next one begins with.
 
         Args:
             is_update: whether it is for a single update, for which several
@@ -194,8 +194,7 @@ class Engine:
         if self._is_following or (is_update and self.replicas.processes > 1):
             yield
             return
-        before, now = self._looks, self._look()
-        is_changed = before is not None and now.differ_from(before)
+        is_changed = self._followed.has_changed()
         if self.replicas.any(is_changed or self._has_other_weights()):
             self._turn_to_model()
         self._is_following = True
@@ -204,7 +203,7 @@ class Engine:
         finally:
             self._is_following = False
             if self._model.built:
-                self._looks = self._look()
+                self._followed.settle()
 
     def _look(self) -> Looks:
         """Note what windows are made of: a model, and what hooks are told."""

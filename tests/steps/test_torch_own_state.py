@@ -4,6 +4,7 @@ Training begins with a trial, and records what it runs: neither may show.
 """
 
 import collections
+import types
 
 import numpy as np
 import pytest
@@ -150,6 +151,136 @@ def test_layers_may_keep_numbers_of_their_own(kind, train):
     expected = make_model(kind()).fit(X, Y, **HOW).history["loss"]
     found = train(make_model(kind())).history["loss"]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+class OfClass(AsNumber):
+    """Begins with what its class says."""
+
+    sum = 0.0
+
+    def begin(self):
+        pass
+
+
+class OfAllItsKind(OfClass):
+    """Counts in its class."""
+
+    def kept(self):
+        return OfAllItsKind.sum
+
+    def keep(self, value):
+        OfAllItsKind.sum = value
+
+
+class InAnObject(OfClass):
+    """Counts in an object that it keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = types.SimpleNamespace(sum=0.0)
+
+    def kept(self):
+        return self.own.sum
+
+    def keep(self, value):
+        self.own.sum = value
+
+
+@pytest.mark.parametrize("train", EVERY_WAY)
+@pytest.mark.parametrize("kind", [OfClass, OfAllItsKind, InAnObject])
+def test_layers_may_count_wherever_they_like(kind, train, monkeypatch):
+    monkeypatch.setattr(OfAllItsKind, "sum", 0.0)
+    expected = make_model(kind()).fit(X, Y, **HOW).history["loss"]
+    monkeypatch.setattr(OfAllItsKind, "sum", 0.0)
+    found = train(make_model(kind())).history["loss"]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+class Growing:
+    """Multiplies by how often it was called."""
+
+    calls = 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return self.calls * x
+
+
+class GrowingLoss(keras.losses.Loss):
+    calls = 0
+
+    def call(self, y, y_pred):
+        self.calls += 1
+        return self.calls * ops.mean((y - y_pred) ** 2, -1)
+
+
+class GrowingRegularizer(keras.regularizers.Regularizer):
+    calls = 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return self.calls * ops.sum(x**2)
+
+
+class GrowingSGD(keras.optimizers.SGD):
+    calls = 0
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.calls += 1
+        rate = self.calls * learning_rate
+        super().update_step(gradient, variable, rate)
+
+
+class Shrinking(keras.constraints.Constraint):
+    calls = 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return x * (1 - 0.01 * self.calls)
+
+
+def growing_function(y, y_pred):
+    growing_function.calls += 1
+    return growing_function.calls * ops.mean((y - y_pred) ** 2, -1)
+
+
+COUNTING = {
+    "activation": lambda: {"activation": Growing()},
+    "loss": lambda: {"loss": GrowingLoss()},
+    "function": lambda: {"loss": growing_function},
+    "regularizer": lambda: {"kernel_regularizer": GrowingRegularizer()},
+    "optimizer": lambda: {"optimizer": GrowingSGD(0.01)},
+    "constraint": lambda: {"kernel_constraint": Shrinking()},
+}
+
+
+@pytest.mark.parametrize("kind", COUNTING)
+def test_what_counts_its_calls_counts_those_of_training(kind):
+    def train(trainer_of):
+        growing_function.calls = 0
+        options = COUNTING[kind]()
+        optimizer = options.pop("optimizer", keras.optimizers.SGD(0.0))
+        loss = options.pop("loss", "mse")
+        keras.utils.set_random_seed(0)
+        layer = layers.Dense(3, **options)
+        model = keras.Sequential([keras.Input([4]), layer])
+        trains = trainer_of(model, optimizer, loss)
+        counts = options | {"optimizer": optimizer, "loss": loss}
+        counts = next(c for c in counts.values() if hasattr(c, "calls"))
+        # From here on Keras, too, counts but the calls of its steps.
+        trains.train_on_batch(X, Y)
+        counts.calls = 0
+        losses = [trains.train_on_batch(X, Y) for _ in range(4)]
+        return [*map(float, losses), counts.calls], model.get_weights()
+
+    def compiled(model, optimizer, loss):
+        model.compile(optimizer, loss)
+        return model
+
+    (expected, weights), (found, others) = train(compiled), train(Trainer)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    for one, other in zip(others, weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
 class Numbers(keras.metrics.Metric):

@@ -23,7 +23,7 @@ def attributes_put_back(owners: Iterable[Any]) -> Iterator[dict[str, Any]]:
     """Look at what objects keep in here, and put back what they had before.
 
     Args:
-        owners: modules or metrics.
+        owners: what has attributes.
 
     Returns:
         What was put back, by its name, once the scope has ended.
@@ -40,9 +40,11 @@ def attributes_put_back(owners: Iterable[Any]) -> Iterator[dict[str, Any]]:
         for owner, attributes, contents in before:
             for name, value in list(vars(owner).items()):
                 old, items = attributes.get(name, MISSING), contents.get(name)
+                # Where an object has no number yet, that of its class counts.
+                was = getattr(type(owner), name, old) if old is MISSING else old
                 has_fakes = _holds_fakes(value)
                 was_built = attributes.get("built", True)
-                if has_fakes or _is_replaced(old, value, items, was_built):
+                if has_fakes or _is_replaced(was, value, items, was_built):
                     _put_back(owner, name, old, items)
                     whose = getattr(owner, "name", type(owner).__name__)
                     changed[f"{whose}.{name}"] = old
@@ -111,10 +113,14 @@ def _is_one_of(value: Any, kinds: Any) -> bool:
 
 def _put_back(owner: Any, name: str, old: Any, items: Any) -> None:
     """Give an object the attribute back that it had, with what was in it."""
-    if old is MISSING:
+    if old is MISSING and isinstance(owner, type):
+        delattr(owner, name)
+    elif old is MISSING:
         del vars(owner)[name]
-        return
-    vars(owner)[name] = old
+    elif isinstance(owner, type):
+        setattr(owner, name, old)
+    else:
+        vars(owner)[name] = old
     # Keras's own lists and dicts would track what is put back anew.
     if isinstance(old, dict):
         dict.clear(old)

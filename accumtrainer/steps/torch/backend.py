@@ -33,7 +33,7 @@ from accumtrainer.steps.torch.gradients import (
     map_rows,
 )
 from accumtrainer.steps.torch.layouts import Order, lay_out
-from accumtrainer.steps.torch.looks import attributes_of
+from accumtrainer.steps.torch.looks import attributes_of, objects_of
 from accumtrainer.steps.torch.loops import record_scan
 from accumtrainer.steps.torch.marks import record_branch
 from accumtrainer.steps.torch.modules import Modules, show_parameters
@@ -111,6 +111,7 @@ class TorchBackend(Backend):
         with (
             torch.no_grad(),
             torch.random.fork_rng(),
+            self.followed.trying(),
             _unchanged(self._model or self._modules.model) as numbers,
             Trial(known) as trial,
             self._modules.computing(is_trial=True),
@@ -138,6 +139,8 @@ class TorchBackend(Backend):
         recording = None if self._run_eagerly else self._recording
 
         def run(*arguments: Nest) -> Nest:
+            if not self._is_recording:
+                self.followed.note_run()
             with self._modules.computing(is_recording=self._is_recording):
                 return function(*arguments)
 
@@ -162,14 +165,20 @@ class TorchBackend(Backend):
     def _recording(self) -> Iterator[None]:
         if self._keeps_numbers:
             # What it makes of them reads no tensor, and would stay as it is.
-            raise ValueError("a layer or metric keeps numbers of its own")
+            raise ValueError("a layer, loss or metric counts")
         self._is_recording = True
         try:
             model = self._model or self._modules.model  # the latter in `fit`
-            with recorded_draws(), _unchanged(model):
+            with (
+                self.followed.recording(),
+                recorded_draws(),
+                _unchanged(model) as numbers,
+            ):
                 yield
         finally:
             self._is_recording = False
+        if numbers:
+            raise ValueError(f"{numbers[0]} counts")
 
     def check(self, was_applied: Callable[[], bool]) -> None:
         pass  # PyTorch raises where an index is outside
@@ -336,7 +345,7 @@ class TorchBackend(Backend):
 
 @contextlib.contextmanager
 def _unchanged(model: Model | None) -> Iterator[list[str]]:
-    """Put back what layers and metrics keep beside their variables.
+    """Put back what layers, and others, keep beside their variables.
 
     Returns:
         List that has the names of what they keep that no function which is
@@ -346,16 +355,19 @@ def _unchanged(model: Model | None) -> Iterator[list[str]]:
     # Normalizations do not say that they change theirs.
     before = {b: b.clone() for layer in layers for b in layer.buffers()}
     numbers: list[str] = []
+    metrics = all_metrics(model) if layers else []
+    known = {id(one) for one in [*metrics, *modules_of(layers)]}
+    others = [one for one in objects_of(layers) if id(one) not in known]
     try:
         with (
             attributes_put_back(modules_of(layers)) as of_layers,
-            attributes_put_back(all_metrics(model) if layers else []) as more,
+            attributes_put_back([*metrics, *others]) as of_others,
         ):
             yield numbers
     finally:
         for buffer, value in before.items():
             buffer.copy_(value)
-    numbers += more
+    numbers += of_others
     numbers += (name for name, old in of_layers.items() if not has_tensors(old))
 
 

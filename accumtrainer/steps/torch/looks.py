@@ -9,6 +9,7 @@ import argparse
 import array
 import collections
 import contextlib
+import dis
 import functools
 import sys
 import types
@@ -32,13 +33,15 @@ OF_MODELS = {
 """Attributes of models that say how they run or were written, not what they
 are."""
 
-OF_ALL = {
+OF_LAYERS = {
     "training",
     *("_losses", "_loss_ids", "_losses_override"),
     *("_inbound_nodes", "_outbound_nodes"),
-    *("_tracker", "_auto_config"),
 }
-"""Such attributes of layers, and of what they keep."""
+"""Such attributes of layers."""
+
+OF_ALL = {"_tracker", "_auto_config"}
+"""Such attributes of everything that is Keras's."""
 
 LEAVES = (
     *(types.ModuleType, torch.Tensor),
@@ -53,8 +56,14 @@ EMPTY = {list, dict, set, collections.OrderedDict}
 NOT_OF_USERS = ("accumtrainer", "builtins", "keras", "torch")
 """Packages whose classes nobody changes."""
 
+READS = {"LOAD_GLOBAL", "LOAD_NAME"}
+"""Instructions of Python's that read globals; `LOAD_NAME` in classes."""
+
 MOST_BYTES = 2**24
 """How large an array is at most whose numbers are looked at."""
+
+MOST_ITEMS = 100
+"""How many items a collection has at most that are looked at one by one."""
 
 CLOSED = {
     *sys.stdlib_module_names,
@@ -75,11 +84,37 @@ def attributes_of(owners: list[Any]) -> list[Any]:
         owners: layers, for the most part.
 
     Returns:
-        List whose order stays while nothing changes. What is `None` or `False`
-        is left out of layers, as Keras adds such attributes to them at times.
+        List whose order stays while nothing changes. What is `None` is left
+        out of layers, and what is `False` of Keras's own, as Keras adds such
+        attributes at times.
     """
+    return [thing for _, itself in _walk(owners) for thing in itself]
+
+
+def objects_of(owners: list[Any]) -> list[Any]:
+    """List the users' classes, and objects of them, among what objects keep."""
+    return [value for value, _ in _walk(owners) if _is_of_users(value)]
+
+
+def _is_of_users(value: Any) -> bool:
+    """Whether it has attributes that users' code changes.
+
+    Nothing is asked of the object itself, which may be a module that loads once
+    it is asked.
+    """
+    kind = type(value)
+    if isinstance(value, type):
+        return not _is_known(value.__module__)
+    if isinstance(value, types.FunctionType):
+        return not _is_known(value.__globals__.get("__name__"))
+    if OPENED.get(kind) is _open_object:
+        return True
+    return kind.__dictoffset__ != 0 and not _is_known(kind.__module__)
+
+
+def _walk(owners: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
+    """Open objects, what they keep, and so on: each with what stands for it."""
     kinds: dict[type, Any] = {}
-    found: list[Any] = []
     known: set[int] = set()
     left: list[Any] = [owners]
     while left:
@@ -88,13 +123,12 @@ def attributes_of(owners: list[Any]) -> list[Any]:
         if kind not in kinds:
             kinds[kind] = _how_to_open(kind)
         if kinds[kind] is None or id(value) in known:
-            found.append(value)
+            yield value, [value]
         else:
             known.add(id(value))
             itself, parts = kinds[kind](value)
-            found += itself
+            yield value, itself
             left += parts
-    return found
 
 
 Opened = tuple[list[Any], Iterable[Any]]
@@ -111,11 +145,12 @@ def _how_to_open(kind: type) -> Callable[[Any], Opened] | None:
         return None
     for parent, opened in OPENED.items():
         if issubclass(kind, parent):
-            return opened if _is_known(kind) else _with_attributes(opened)
-    names = {_package(one) for one in kind.__mro__}
+            is_known = _is_known(kind.__module__)
+            return opened if is_known else _with_attributes(opened)
+    names = {_package(one.__module__) for one in kind.__mro__}
     # A Trainer, or what watches one, tells what is under way.
     is_ours = "accumtrainer" in names and not issubclass(kind, torch.nn.Module)
-    is_closed = is_ours or _package(kind) in CLOSED
+    is_closed = is_ours or _package(kind.__module__) in CLOSED
     return None if is_closed else _open_object
 
 
@@ -129,19 +164,22 @@ def _with_attributes(opened: Callable[[Any], Opened]) -> Callable:
     return open_both
 
 
-def _package(one: Any) -> str:
-    """Return the package of a class or a function."""
-    return (one.__module__ or "").partition(".")[0]
+def _package(module: str | None) -> str:
+    """Return the package of a module."""
+    return (module or "").partition(".")[0]
 
 
 def _open_object(owner: Any) -> Opened:
     itself, parts = [owner], [type(owner)]
     is_layer = isinstance(owner, torch.nn.Module)
-    hidden = OF_MODELS if isinstance(owner, keras.Model) else ()
+    hidden = OF_ALL | OF_LAYERS if is_layer else OF_ALL
+    if isinstance(owner, keras.Model):
+        hidden = hidden | OF_MODELS
+    is_keras = _package(type(owner).__module__) == "keras"
     for name, value in _attributes(owner):
-        if name in OF_ALL or name in hidden:
+        if name in hidden or (is_layer and value is None):
             continue
-        if is_layer and (value is None or value is False):
+        if value is False and is_keras:
             continue
         if type(value) in PLAIN or value is None or isinstance(value, bool):
             itself += (name, value)
@@ -172,7 +210,7 @@ def _slots(kind: type) -> list[str]:
 
 def _open_class(owner: type) -> Opened:
     """List what a class says, if users have written it."""
-    if _is_known(owner):
+    if _is_known(owner.__module__):
         return [owner], []
     return [owner], [*owner.__bases__, *vars(owner).values()]
 
@@ -180,21 +218,22 @@ def _open_class(owner: type) -> Opened:
 def _open_function(function: types.FunctionType) -> Opened:
     """List what a function reads from outside, if users have written it."""
     code = function.__code__
-    if _is_known(function):
-        return [function, code], []
     known = function.__globals__
+    # `functools.wraps` has a function say that it is of another module.
+    if _is_known(known.get("__name__")):
+        return [function, code], []
     read = [known[name] for name in _names(code) if name in known]
     cells = function.__closure__ or ()
     return [function, code], [
         *(function.__defaults__, function.__kwdefaults__, vars(function)),
         *(cell.cell_contents for cell in cells if cell != EMPTY_CELL),
-        *(value for value in read if not isinstance(value, type)),
+        *read,
     ]
 
 
-def _is_known(one: Any) -> bool:
-    """Whether nobody changes a class or function, or what it reads."""
-    package = _package(one)
+def _is_known(module: str | None) -> bool:
+    """Whether nobody changes classes and functions of it, or what they read."""
+    package = _package(module)
     return package in NOT_OF_USERS or package in CLOSED
 
 
@@ -202,17 +241,33 @@ def _is_known(one: Any) -> bool:
 def _names(code: types.CodeType) -> tuple[str, ...]:
     """List the names of globals in a function and in those within it."""
     inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    names = [i.argval for i in dis.get_instructions(code) if i.opname in READS]
     return tuple(
-        dict.fromkeys([*code.co_names, *(n for c in inner for n in _names(c))])
+        dict.fromkeys([*names, *(n for c in inner for n in _names(c))])
     )
+
+
+def _open_dict(value: dict) -> Opened:
+    one, other = _summed_up(dict.values(value)), _summed_up(dict.keys(value))
+    return [*one[0], *other[0], *other[1]], one[1]
+
+
+def _summed_up(items: Iterable[Any]) -> Opened:
+    """Let one number stand for many plain items, as for a vocabulary."""
+    items = list(items)
+    if len(items) > MOST_ITEMS and set(map(type, items)) <= set(PLAIN):
+        return [len(items), hash(tuple(items))], []
+    return [len(items)], items
 
 
 def _open_array(value: np.ndarray) -> Opened:
     """Look at an array's numbers: it may be written to, as a mask."""
     if value.nbytes > MOST_BYTES:
         return [value], []
-    parts = value.ravel().tolist() if value.dtype.hasobject else []
-    return [value, zlib.crc32(value.tobytes())], parts
+    if value.dtype.hasobject:
+        return [str(value.shape)], value.ravel().tolist()
+    checksum = zlib.crc32(value.tobytes())
+    return [f"{value.dtype.str} {value.shape} {checksum}"], []
 
 
 OPENED: dict[type, Callable[[Any], Opened]] = {
@@ -223,14 +278,22 @@ OPENED: dict[type, Callable[[Any], Opened]] = {
         (bytearray, array.array),
         lambda value: ([value, zlib.crc32(value)], []),
     ),
-    dict: lambda value: (list(dict.keys(value)), list(dict.values(value))),
+    dict: _open_dict,
+    types.MappingProxyType: lambda value: ([], [dict(value)]),
     **dict.fromkeys(
         (list, tuple, set, frozenset, collections.deque),
-        lambda value: ([len(value)], value),
+        _summed_up,
     ),
     keras.Variable: lambda v: ([v], [v.regularizer, v.constraint]),
     types.FunctionType: _open_function,
     types.MethodType: lambda value: ([], [value.__self__, value.__func__]),
+    types.BuiltinMethodType: lambda value: ([value], [value.__self__]),
+    property: lambda value: ([value], [value.fget]),
+    functools.cached_property: lambda value: ([value], [value.func]),
+    **dict.fromkeys(
+        (staticmethod, classmethod),
+        lambda value: ([value], [value.__func__]),
+    ),
     functools.partial: lambda value: (
         [value],
         [value.func, value.args, value.keywords],

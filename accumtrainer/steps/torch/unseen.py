@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor, overrides
 from torch.utils import _python_dispatch
 
@@ -17,6 +18,11 @@ TELLS = {
     Tensor.__dlpack__,
 }
 """What tells the host the numbers in a tensor."""
+
+NUMBER_OF = "_local_scalar_dense"
+"""What reads the number in a tensor, as `item` does; it has no other name."""
+
+READ = getattr(torch.ops.aten, NUMBER_OF).default
 
 SET_DATA = Tensor.data.__set__
 """What gives a tensor other memory, by `tensor.data = `."""
@@ -70,10 +76,10 @@ class OnlyWhatIsSeen(_Watching):
 
 
 class NoneFromOutside(_python_dispatch.TorchDispatchMode):
-    """A scope in which tensors with numbers are not changed in place.
+    """A scope in which tensors with numbers are not changed, nor asked for one.
 
     They were there before, in an attribute of a layer. What is recorded would
-    not change them again.
+    not change them again, and know the number as it was.
     """
 
     def __torch_dispatch__(
@@ -89,4 +95,6 @@ class NoneFromOutside(_python_dispatch.TorchDispatchMode):
         leaves = optree.tree_leaves(changed)
         if any(isinstance(t, Tensor) and not is_fake(t) for t in leaves):
             raise ValueError("changes of a constant are not recorded")
+        if function is READ and not is_fake(args[0]):
+            raise ValueError("the number in a constant is not recorded")
         return function(*args, **kwargs)
