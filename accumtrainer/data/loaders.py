@@ -2,7 +2,7 @@
 
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count, islice
 from typing import Any, Protocol, runtime_checkable
@@ -238,6 +238,8 @@ class IterableSource(Source):
         self._steps = steps
         self.is_endless = steps is None and _is_endless(iterable)
         self._iterator: Iterator[Any] | None = None
+        self._generators = _generators_of(iterable)
+        self._begun_from: list[str] = []
         self._taken = self._times_begun = 0
         self._last = (0, 0)  # epoch and index of the batch taken last
         self.is_one_shot = isinstance(iterable, Iterator)
@@ -268,6 +270,9 @@ class IterableSource(Source):
         }
         if isinstance(self._iterator, KnowsItsPlace):
             state["iterator"] = self._iterator.get_state()
+        if self._generators:
+            state["begun_from"] = self._begun_from
+            state["generators"] = [_written(g) for g in self._generators]
         return state
 
     def go_to(
@@ -275,8 +280,9 @@ class IterableSource(Source):
     ) -> None:
         """Have the iterator go there, or run through what it yielded before.
 
-        Without `fast_forward` earlier epochs are begun, not run through; the
-        batches seen on the way show whether that leads to the same place.
+        Without `fast_forward` earlier epochs are begun, not run through, but
+        for the last one; the batches seen on the way show whether that leads to
+        the same place.
         """
         self._taken = state["taken"]
         self._reader.epochs_before = state.get("epochs_before", 0)
@@ -303,18 +309,30 @@ class IterableSource(Source):
             item = self._run_through(self._taken)
             self._check_same(item, position.last or None, position, self._last)
             return
-        for _ in range(times_begun - position.is_amid_epoch):
+        # With what generators were in, only the last epoch is begun again.
+        is_known = bool(state.get("begun_from")) and not fast_forward
+        if is_known:
+            self._times_begun = times_begun - 1
+            self._put_generators(state["begun_from"])
+        for _ in range(0 if is_known else times_begun - 1):
             items = self._begin(is_new=True)
-            first = next(items, None)
-            if fast_forward:
-                _last(items)
+            _last(items if fast_forward else islice(items, 1))
+        items = self._begin(is_new=True)
         if position.is_amid_epoch:
-            items = self._begin(is_new=True)
             item = _last(islice(items, position.batches))
             self._check_same(item, position.last, position, self._last)
-        else:
-            place = (position.epoch - 1, 0)
-            self._check_same(first, position.first, position, place)
+            return
+        place = (position.epoch - 1, 0)
+        self._check_same(next(items, None), position.first, position, place)
+        if is_known:
+            self._put_generators(state["generators"])
+        elif fast_forward or _may_draw_late(self._iterable):
+            _last(items)
+
+    def _put_generators(self, states: list[str]) -> None:
+        for generator, state in zip(self._generators, states, strict=False):
+            numbers = list(bytes.fromhex(state))
+            generator.set_state(generator.get_state().new_tensor(numbers))
 
     def _run_through(self, count: int) -> Any:
         """Take so many items, round after round; return the last, or `None`."""
@@ -370,8 +388,37 @@ class IterableSource(Source):
             self._iterator = self._iterable
         elif is_new or self._iterator is None:
             self._times_begun += 1
+            self._begun_from = [_written(g) for g in self._generators]
             self._iterator = begin(self._iterable)
         return self._iterator
+
+
+def _generators_of(loader: Any) -> list[Any]:
+    """List the generators by which a torch `DataLoader` draws its order."""
+    sampler = getattr(loader, "sampler", None)
+    found = [getattr(one, "generator", None) for one in (loader, sampler)]
+    return [
+        generator
+        for place, generator in enumerate(found)
+        if type(generator).__module__.partition(".")[0] == "torch"
+        and all(generator is not other for other in found[:place])
+    ]
+
+
+def _written(generator: Any) -> str:
+    """Write down the state of a `torch.Generator`, which is bytes."""
+    return bytes(generator.get_state().tolist()).hex()
+
+
+def _may_draw_late(iterable: Any) -> bool:
+    """Whether the next epoch may depend on how far this one was run through.
+
+    A `tf.data.Dataset` and a torch `DataLoader` draw as an epoch begins.
+    """
+    is_drawn_first = hasattr(iterable, "element_spec") or hasattr(
+        iterable, "batch_sampler"
+    )
+    return not is_drawn_first and not isinstance(iterable, Sequence)
 
 
 def _last(items: Iterable[Any]) -> Any:

@@ -95,7 +95,8 @@ class ShardSource(Source):
         """Return what holds for the loader of every process."""
         state = dict(self._source.get_state())
         # Where the chief's iterator is says nothing of the others'.
-        state.pop("iterator", None)
+        for name in ("iterator", "begun_from", "generators"):
+            state.pop(name, None)
         return {"processes": self.processes, **state}
 
     def go_to(
