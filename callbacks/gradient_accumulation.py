@@ -115,7 +115,12 @@ class GradientAccumulation(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin an epoch's running means."""
+        self._accumulator.stay()
         self._accumulator.start_epoch(epoch)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Go on where another callback has had Keras itself train."""
+        self._accumulator.stay()
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Make the last update before a validation, if one is open."""

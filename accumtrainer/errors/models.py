@@ -256,6 +256,13 @@ FROZEN_AMID_WINDOW = (
     "on_train_batch_end of a window's last batch."
 )
 
+COMPILED_AMID_WINDOW = (
+    "A model must be compiled again, or its train function made again, between "
+    "updates, since a window adds up the gradients of one model. Received: "
+    "such a call after {batches} batches of a window. Make it when an epoch "
+    "begins or ends, or in on_train_batch_end of a window's last batch."
+)
+
 MIXED_WINDOW = (
     "The batches of one update must have the same losses, since a window adds "
     "them up. Received: batches amid a window of {steps} whose parts, and with "

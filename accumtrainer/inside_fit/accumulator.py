@@ -12,7 +12,8 @@ What is relied on, and watched by
 - At the end of an epoch `fit` reads the model's metrics.
 
 `fit` says nothing when it fails. So the next call of `make_train_function`,
-which every `fit` begins with, is where what an error has left is put back.
+which every `fit` begins with, is where what an error has left is put back; see
+`takeover.py`.
 """
 
 import functools
@@ -33,15 +34,11 @@ from accumtrainer.inside_fit.carried_scale import CarriedScale, as_number
 from accumtrainer.inside_fit.fit_logs import late_logs, show_in_metrics
 from accumtrainer.inside_fit.fit_state import make_fit_state
 from accumtrainer.inside_fit.groups import Group, Groups
-from accumtrainer.keras_api import (
-    check_feature,
-    compiled_arguments,
-    keras,
-)
+from accumtrainer.inside_fit.takeover import Takeover, check_fit
+from accumtrainer.keras_api import compiled_arguments, keras
 from accumtrainer.keras_api.types import Model, Nest
 from accumtrainer.progress import Progress
 from accumtrainer.steps import Step, choose_plan, make_backend
-from accumtrainer.steps.backend import Backend
 from accumtrainer.steps.report import Report
 from accumtrainer.training.construction import (
     check_options,
@@ -94,24 +91,41 @@ class FitAccumulator(Hooks):
         loss_scale: LossScale | Literal["auto"] | None = "auto",
         max_consecutive_skips: int | None = 100,
     ):
+        self.model = model
+        self.accumulation = accumulation
+        self._options = {"denominator": denominator, "loss_scale": loss_scale}
+        self._max_consecutive_skips = max_consecutive_skips
+        self._state: Any = None
+        self._set_up()
+        self._takeover = Takeover(model, self._step_aside)
+        self._trains: Any = None
+        self._trainable: Any = None
+        self._open = 0  # micro-batches of the open window that have run
+        self._held: list[Any] = []  # those that wait for the rest of it
+        self._counting = Counting(self._read_counters, max_consecutive_skips)
+        self._is_running = False
+
+    def _set_up(self) -> None:
+        """Make what depends on how the model is compiled."""
+        model, denominator = self.model, self._options["denominator"]
         self._backend = make_backend(run_eagerly=model.run_eagerly)
-        _check_fit(model, self._backend)
+        check_fit(model, self._backend)
         check_options(
             denominator=denominator,
-            max_consecutive_skips=max_consecutive_skips,
+            max_consecutive_skips=self._max_consecutive_skips,
             jit_compile=model.jit_compile,
             run_eagerly=model.run_eagerly,
             seed=None,
         )
-        self.model = model
-        self.accumulation = accumulation
         self.optimizer, carried = resolve_optimizer(model, None)
+        loss_scale = self._options["loss_scale"]
         self.loss_scale = resolve_loss_scale(model, loss_scale, carried)
         self._context = HookContext.of(
             model, compiled_arguments(model), denominator
         )
-        initial_scale = self.loss_scale.initial if self.loss_scale else 1.0
-        self._state = TrainingState(seed=0, loss_scale=initial_scale)
+        if self._state is None:
+            initial_scale = self.loss_scale.initial if self.loss_scale else 1.0
+            self._state = TrainingState(seed=0, loss_scale=initial_scale)
         carries = loss_scale == "auto" and carried is not None
         self._scale = CarriedScale(
             model, self._state, self.loss_scale if carries else None
@@ -121,19 +135,14 @@ class FitAccumulator(Hooks):
             state=self._state,
             backend=self._backend,
             loss_scale=self.loss_scale,
-            combine=accumulation.combine,
+            combine=self.accumulation.combine,
         )
         self._fit_state = make_fit_state(self._backend, model)
         self._train_function = self._fit_state.make_train_function(self._run)
-        self._train_function_before = None
-        self._trains: Any = None
-        self._trainable: Any = None
         self._program: Any = None
         self._step: Any = None
         self._checked_losses: list[Any] = []
         self._kind: Hashable = None
-        self._counting = Counting(self._read_counters, max_consecutive_skips)
-        self._is_running = False
 
     # What a callback calls, in this order.
 
@@ -164,7 +173,7 @@ class FitAccumulator(Hooks):
         return (
             self.model is model
             and not self._is_running
-            and model.train_function is self._train_function_before
+            and self._takeover.has_put_back
             and self._trains == _identity(model)
             and not self._trainable.differs_from(model)
         )
@@ -179,20 +188,35 @@ class FitAccumulator(Hooks):
             announce: function that is given lines to tell the user.
         """
         self._announce = announce
-        model = self.model
-        if "make_train_function" in vars(model):
-            raise ValueError(errors.OWN_TRAIN_FUNCTION.format(model=model.name))
-        self._fit_state.leave()
         self._groups_per_epoch = None
         if batches_per_epoch is not None:
             self._groups_per_epoch = math.ceil(
-                batches_per_epoch / model.steps_per_execution
+                batches_per_epoch / self.model.steps_per_execution
             )
-        self._kind = None
         self._begun = time.monotonic() - self._counting.progress_at_most.seconds
-        self._train_function_before = model.train_function
-        model.train_function = self._train_function
-        model.make_train_function = self._make_train_function
+        self._take_over()
+
+    def _take_over(self) -> None:
+        self._takeover.begin(self._train_function)
+        self._fit_state.leave()
+        self._kind = None
+
+    def stay(self) -> None:
+        """Take over again, where somebody has had Keras train amid `fit`.
+
+        Raises:
+            ValueError: the model was compiled again amid a window.
+        """
+        if not self._takeover.is_aside:
+            return
+        if self._takeover.is_outdated:
+            if self._waiting:
+                raise ValueError(
+                    errors.COMPILED_AMID_WINDOW.format(batches=self._waiting)
+                )
+            self._set_up()
+        self._take_over()
+        self._scale.take()
 
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch, of some index."""
@@ -202,8 +226,7 @@ class FitAccumulator(Hooks):
             self._program.variables.start_epoch(epoch)
         self._state.epoch.assign(epoch)
         self._epoch = epoch
-        self._open = 0  # micro-batches of the open window that have run
-        self._held: list[Any] = []  # those that wait for the rest of it
+        self._open, self._held = 0, []
         self._groups: Any = Groups(
             self._backend,
             self.model.steps_per_execution,
@@ -237,15 +260,16 @@ class FitAccumulator(Hooks):
 
     def uninstall(self) -> None:
         """Put back what `install` has changed, unless others have since."""
-        model = self.model
+        self._step_aside()
+        self._takeover.end()
+        self._groups = None
+
+    def _step_aside(self) -> None:
+        """Leave the model to others, with all that training has made of it."""
         if not self._is_running:  # or else its arrays may be lost
             self._fit_state.leave()
             self._scale.give()
         self._scale.forget()
-        if model.train_function is self._train_function:
-            model.train_function = self._train_function_before
-        vars(model).pop("make_train_function", None)
-        self._groups = None
 
     @property
     def progress(self) -> Progress:
@@ -253,11 +277,6 @@ class FitAccumulator(Hooks):
         return self._counting.progress
 
     # What `fit` calls.
-
-    def _make_train_function(self, force: bool = False) -> Callable[..., Any]:
-        """Answer the next `fit` or `train_on_batch`: as if never installed."""
-        self.uninstall()
-        return self.model.make_train_function(force)
 
     def _run(self, iterator: Iterator[Any]) -> dict[str, Any]:
         """Train on the next group of batches.
@@ -464,23 +483,6 @@ class FitAccumulator(Hooks):
         names = ("updates", "skipped_updates", "consecutive_skips")
         read, state = self._fit_state.read, self._state
         return {name: as_number(read(getattr(state, name))) for name in names}
-
-
-def _check_fit(model: Model, backend: Backend) -> None:
-    """Refuse what cannot be done exactly inside `fit`.
-
-    Raises:
-        ValueError: the model trains in a way of its own.
-    """
-    check_feature("fit")
-    owner = type(model).__name__
-    for name in ("train_step", "make_train_function"):
-        if getattr(type(model), name) is not getattr(keras.Model, name):
-            raise ValueError(
-                errors.MODEL_WITH_OWN_TRAINING.format(model=owner, name=name)
-            )
-    if backend.is_distributed(model) or keras.distribution.distribution():
-        raise ValueError(errors.DISTRIBUTED_FIT)
 
 
 def _identity(model: Model) -> tuple:
