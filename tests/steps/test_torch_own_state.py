@@ -347,6 +347,35 @@ def test_metrics_of_numbers_see_every_micro_batch(size):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+calls = 0
+
+
+def by_global(y, y_pred):
+    global calls
+    calls += 1
+    return calls * ops.mean((y - y_pred) ** 2, -1)
+
+
+def make_by_closure():
+    own_calls = 0
+
+    def by_closure(y, y_pred):
+        nonlocal own_calls
+        own_calls += 1
+        return own_calls * ops.mean((y - y_pred) ** 2, -1)
+
+    return by_closure
+
+
+@pytest.mark.parametrize("make", [lambda: by_global, make_by_closure])
+def test_functions_may_count_outside_of_themselves(make, monkeypatch):
+    monkeypatch.setitem(globals(), "calls", 0)
+    model = keras.Sequential([keras.Input([4]), layers.Dense(3)])
+    trainer = Trainer(model, keras.optimizers.SGD(0.0), make())
+    losses = [float(trainer.train_on_batch(X, Y)) for _ in range(4)]
+    np.testing.assert_allclose(losses, losses[0] * np.arange(1, 5), rtol=1e-5)
+
+
 class Forwards(layers.Layer):
     """Differentiates itself forwards."""
 

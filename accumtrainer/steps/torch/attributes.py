@@ -8,11 +8,13 @@ made or what it shows others, it would find there later.
 import collections
 import contextlib
 from collections.abc import Iterable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
 
 from accumtrainer.keras_api import keras, tree
+from accumtrainer.steps.torch.looks import read_from_outside
 
 MISSING = object()
 CONTAINERS = (list, dict, collections.deque)
@@ -31,14 +33,14 @@ def attributes_put_back(owners: Iterable[Any]) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: one keeps a tensor that has no numbers.
     """
-    before = [(one, dict(vars(one)), _contents(one)) for one in owners]
+    before = [(one, _kept_by(one), _contents(one)) for one in owners]
     changed: dict[str, Any] = {}
     keeping: list[str] = []
     try:
         yield changed
     finally:
         for owner, attributes, contents in before:
-            for name, value in list(vars(owner).items()):
+            for name, value in _kept_by(owner).items():
                 old, items = attributes.get(name, MISSING), contents.get(name)
                 # Where an object has no number yet, that of its class counts.
                 was = getattr(type(owner), name, old) if old is MISSING else old
@@ -74,11 +76,18 @@ def all_metrics(model: Any) -> list[Any]:
     return list(found.values())
 
 
+def _kept_by(owner: Any) -> dict[str, Any]:
+    """Copy an object's attributes, and what a function reads from outside."""
+    if isinstance(owner, FunctionType):
+        return {**read_from_outside(owner), **vars(owner)}
+    return dict(vars(owner))
+
+
 def _contents(owner: Any) -> dict[str, dict]:
     """Copy the lists, queues and dicts among an object's attributes."""
     return {
         name: _items(value)
-        for name, value in vars(owner).items()
+        for name, value in _kept_by(owner).items()
         if isinstance(value, CONTAINERS)
     }
 
@@ -113,12 +122,12 @@ def _is_one_of(value: Any, kinds: Any) -> bool:
 
 def _put_back(owner: Any, name: str, old: Any, items: Any) -> None:
     """Give an object the attribute back that it had, with what was in it."""
-    if old is MISSING and isinstance(owner, type):
-        delattr(owner, name)
+    if isinstance(owner, type):
+        _set_attribute(owner, name, old)
+    elif isinstance(owner, FunctionType) and name not in vars(owner):
+        _set_outside(owner, name, old)
     elif old is MISSING:
         del vars(owner)[name]
-    elif isinstance(owner, type):
-        setattr(owner, name, old)
     else:
         vars(owner)[name] = old
     # Keras's own lists and dicts would track what is put back anew.
@@ -130,6 +139,25 @@ def _put_back(owner: Any, name: str, old: Any, items: Any) -> None:
     elif isinstance(old, collections.deque):
         old.clear()
         old.extend(items.values())
+
+
+def _set_attribute(owner: type, name: str, value: Any) -> None:
+    if value is MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
+
+
+def _set_outside(function: FunctionType, name: str, value: Any) -> None:
+    """Give a function what it reads from outside; what is new may stay."""
+    names = function.__code__.co_freevars
+    if value is MISSING:
+        return
+    if name in names:
+        assert function.__closure__ is not None
+        function.__closure__[names.index(name)].cell_contents = value
+    else:
+        function.__globals__[name] = value
 
 
 def has_tensors(value: Any) -> bool:

@@ -218,17 +218,22 @@ def _open_class(owner: type) -> Opened:
 def _open_function(function: types.FunctionType) -> Opened:
     """List what a function reads from outside, if users have written it."""
     code = function.__code__
-    known = function.__globals__
-    # `functools.wraps` has a function say that it is of another module.
-    if _is_known(known.get("__name__")):
+    if not _is_of_users(function):
         return [function, code], []
-    read = [known[name] for name in _names(code) if name in known]
-    cells = function.__closure__ or ()
     return [function, code], [
         *(function.__defaults__, function.__kwdefaults__, vars(function)),
-        *(cell.cell_contents for cell in cells if cell != EMPTY_CELL),
-        *read,
+        *read_from_outside(function).values(),
     ]
+
+
+def read_from_outside(function: types.FunctionType) -> dict[str, Any]:
+    """Look up the globals that a function reads, and what is in its closure."""
+    code, known = function.__code__, function.__globals__
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    return {
+        **{name: known[name] for name in _names(code) if name in known},
+        **{n: cell.cell_contents for n, cell in cells if cell != EMPTY_CELL},
+    }
 
 
 def _is_known(module: str | None) -> bool:
