@@ -284,7 +284,7 @@ OPENED: dict[type, Callable[[Any], Opened]] = {
         lambda value: ([value, zlib.crc32(value)], []),
     ),
     dict: _open_dict,
-    types.MappingProxyType: lambda value: ([], [dict(value)]),
+    types.MappingProxyType: lambda value: _open_dict(dict(value)),
     **dict.fromkeys(
         (list, tuple, set, frozenset, collections.deque),
         _summed_up,
