@@ -14,11 +14,9 @@ if BACKEND != "torch":
 
 import torch
 from recorded import note_graphs
+from samples import HOW, X, Y
 
 layers = keras.layers
-X = np.random.default_rng(0).normal(size=(12, 6)).astype("float32")
-Y = np.random.default_rng(1).normal(size=(12, 3)).astype("float32")
-HOW = {"batch_size": 12, "verbose": 0}
 
 
 class Settings:
