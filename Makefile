@@ -68,8 +68,8 @@ KERAS_CORE_TESTS := $(patsubst %,test-keras_core-%,$(filter-out torch,$(BACKENDS
 KERAS_OWN_TESTS := $(BACKENDS:%=test-keras_own-%)
 
 .PHONY: demo test $(TESTS) $(KERAS_CORE_TESTS) $(KERAS_OWN_TESTS) \
-	test-everything test-pythons check lint types docs release doctest bench bench-quick \
-	bench-peers bench-gpu soak fuzz format clean
+	test-everything test-pythons check lint types docs release doctest \
+	bench bench-quick bench-peers bench-gpu soak fuzz format clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
 
@@ -119,8 +119,8 @@ $(KERAS_CORE_TESTS): test-keras_core-%: $(INSTALLED)
 $(KERAS_OWN_TESTS): test-keras_own-%: $(INSTALLED)
 	$(call if_installed,$*) for size in "" "--micro-batch-size 3"; do \
 		PYTHONPATH=tests/keras_own_tests:tests/support KERAS_BACKEND=$* \
-			$(DIVIDED) $(BIN)/python -m pytest -n 2 --noconftest -p through_trainer \
-			-rs --disable-warnings $$size --pyargs \
+			$(DIVIDED) $(BIN)/python -m pytest -n 2 --noconftest \
+			-p through_trainer -rs --disable-warnings $$size --pyargs \
 			keras.src.trainers.trainer_test keras.src.callbacks \
 			keras.src.optimizers.multi_optimizer_test || exit 1; \
 	done

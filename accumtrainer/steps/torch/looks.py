@@ -92,7 +92,7 @@ def attributes_of(owners: list[Any]) -> list[Any]:
 
 
 def objects_of(owners: list[Any]) -> list[Any]:
-    """List the users' classes, and objects of them, among what objects keep."""
+    """List what is opened and of users' code: each object and class once."""
     return [value for value, _ in _walk(owners) if _is_of_users(value)]
 
 
@@ -113,7 +113,11 @@ def _is_of_users(value: Any) -> bool:
 
 
 def _walk(owners: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
-    """Open objects, what they keep, and so on: each with what stands for it."""
+    """Open objects, what they keep, and so on.
+
+    Yields:
+        Pairs: what is opened, or `None`, and what stands for it.
+    """
     kinds: dict[type, Any] = {}
     known: set[int] = set()
     left: list[Any] = [owners]
@@ -123,7 +127,7 @@ def _walk(owners: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
         if kind not in kinds:
             kinds[kind] = _how_to_open(kind)
         if kinds[kind] is None or id(value) in known:
-            yield value, [value]
+            yield None, [value]
         else:
             known.add(id(value))
             itself, parts = kinds[kind](value)
