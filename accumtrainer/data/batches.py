@@ -70,7 +70,12 @@ class Window:
     @property
     def size_bytes(self) -> int:
         """Bytes of all arrays together."""
-        return sum(leaf.nbytes for leaf in leaves((self.stacked, self.parts)))
+        return sum(
+            leaf.nbytes
+            for batch in (self.stacked, *(self.parts or ()))
+            for part in batch or ()
+            for leaf in leaves(part)
+        )
 
     @property
     def is_even(self) -> bool:
@@ -204,8 +209,10 @@ def stack(*arrays: np.ndarray) -> np.ndarray:
 def map_leaves(function: Callable[..., Any], *nests: Nest) -> Nest:
     """Apply a function to every leaf of a nest; `None` stays `None`."""
     first = nests[0]
+    # Most batches are flat, and a walk through a nest takes its time.
+    if first is None or not tree.is_nested(first):
+        return None if first is None else function(*nests)
     if type(first) is Batch and all(map(_is_leaf, first)):
-        # Most batches are flat, and a walk through a nest takes its time.
         return Batch(
             *(
                 None if leaves[0] is None else function(*leaves)

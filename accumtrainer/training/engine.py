@@ -91,6 +91,7 @@ class Engine:
         is_built = self._model.built
         self._trainable: Any = Trainable(self._model) if is_built else None
         self._is_following = False
+        self._was_shown = True
         self._measures_gradients = False
         self._compiled = list(self._model.metrics)
 
@@ -241,12 +242,11 @@ class Engine:
         self._set_up()
 
     def follow_model_amid_fit(self, window: Window) -> None:
-        """Turn to the weights that callbacks have chosen, and get ready.
-
-        Args:
-            window: the next one.
-        """
-        if self._has_other_weights():
+        """Turn to the weights that callbacks have chosen, before a window."""
+        # Who was shown no weights has brought none; to list them takes time.
+        may_differ = self._was_shown or self._trainable.is_outdated
+        self._was_shown = False
+        if may_differ and self._has_other_weights():
             self.follow_model()
         if self._program is None:
             self.prepare(window, measures_gradients=self._measures_gradients)
@@ -451,6 +451,7 @@ class Engine:
 
     def write_back(self) -> None:
         """Make the model's variables current, for code that can look."""
+        self._was_shown = True
         self._backend.write_back()
 
     def waiting_for(self, windows: Iterable[Window]) -> Iterator[Window]:

@@ -25,13 +25,20 @@ class Trainable:
     def differs_from(self, model: Model) -> bool:
         """Whether there are other weights, or what is trainable has changed."""
         weights = model.weights
-        if len(weights) != len(self._weights):
-            return True
-        pairs = zip(weights, self._weights, strict=True)
-        return any(
-            one is not other or one.trainable is not was
-            for one, (other, was) in pairs
-        ) or any(layer.trainable is not was for layer, was in self._layers)
+        return (
+            len(weights) != len(self._weights)
+            or any(
+                one is not other
+                for one, (other, _) in zip(weights, self._weights, strict=True)
+            )
+            or self.is_outdated
+        )
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether of those that there were something has changed."""
+        then = (*self._weights, *self._layers)
+        return any(one.trainable is not was for one, was in then)
 
 
 def warn_of_nothing_to_train(model: Model) -> None:

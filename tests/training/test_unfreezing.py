@@ -165,6 +165,32 @@ def test_what_a_callback_of_the_user_unfreezes_is_noticed():
     assert any((after[path] != before[path]).any() for path in before)
 
 
+class WithoutLooking(keras.callbacks.Callback):
+    """Sets a layer free, and does not look at numbers of the model."""
+
+    looks_at_model = False
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            self.model.get_layer("base").trainable = True
+
+
+AMID_AN_EPOCH = {
+    "shipped": lambda: Unfreeze(Every(2, "updates"), ["base"]),
+    "user's": WithoutLooking,
+}
+
+
+@pytest.mark.parametrize("kind", AMID_AN_EPOCH)
+def test_what_is_set_free_amid_an_epoch_is_trained_from_then_on(kind):
+    by_hand, amid = (make_trainer(optimizer="SGD") for _ in range(2))
+    by_hand.fit(X[:16], Y[:16], batch_size=4, verbose=0, shuffle=False)
+    by_hand.model.get_layer("base").trainable = True
+    by_hand.fit(X[16:], Y[16:], batch_size=4, verbose=0, shuffle=False)
+    fit(amid, callbacks=[AMID_AN_EPOCH[kind]()])
+    assert_same(numbers(amid.model.variables), numbers(by_hand.model.variables))
+
+
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_runs_go_on_bit_for_bit_from_either_side(epochs, tmp_path):
     def options():
