@@ -232,10 +232,11 @@ class Engine:
         The optimizer keeps what it has of variables that stay.
         """
         self.write_back()
-        self._trainable = Trainable(self._model)
-        if self._hooks.optimizer.built:
+        is_built = self._hooks.optimizer.built
+        if is_built and self._has_other_weights():
             with self.replicas.scope():
                 rebuild(self._hooks.optimizer, self._model.trainable_variables)
+        self._trainable = Trainable(self._model)
         if self._program is not None:
             self._before = self._program.variables
             self._in_flight.clear()

@@ -9,7 +9,7 @@ import types
 import numpy as np
 import pytest
 
-from accumtrainer import Accumulation, Trainer
+from accumtrainer import Accumulation, Trainer, WeightedLoss
 from accumtrainer.keras_api import BACKEND, keras
 
 if BACKEND != "torch":
@@ -296,4 +296,38 @@ def test_what_makes_no_difference_is_not_recorded_anew(habit, monkeypatch):
     for _ in range(3):
         do(loss)
         trainer.train_on_batch(X, Y)
+    assert graphs == []
+
+
+class Playing(Trainer):
+    """Trains a model on what another one, which it sees, says of it."""
+
+    def __init__(self, model, judge, **options):
+        super().__init__(model, "adam", **options)
+        self.judge = self.track(judge)
+
+    def compute_loss(self, batch, info):
+        judged = self.judge(self.model(batch.x, training=info.training))
+        losses = keras.losses.mean_squared_error(batch.y, judged)
+        return WeightedLoss(keras.ops.mean(losses), len(losses))
+
+
+def test_trainers_that_see_each_others_models_do_not_record_on_and_on(
+    monkeypatch,
+):
+    models = [
+        keras.Sequential([keras.Input([3]), layers.Dense(3)]) for _ in range(2)
+    ]
+    pair = [Playing(*models), Playing(*reversed(models))]
+    y = np.random.default_rng(0).normal(size=[len(X), 3]).astype("float32")
+
+    def play():
+        for trainer in pair:
+            trainer.train_on_batch(y, y)
+
+    # The other one's optimizer has its variables only after a first update.
+    play()
+    play()
+    graphs = note_graphs(monkeypatch)
+    play()
     assert graphs == []
