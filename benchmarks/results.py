@@ -89,8 +89,10 @@ One round over 256 batches of 32 for the MLP, by `benchmarks/pipelines.py`:
 how many times as fast as Keras's the same method of ours is, each called by
 turns with the other. Medians over the turns, and in brackets the interval that
 holds the true median in 95 of 100 such measurements; `pipelines.json` has
-milliseconds and processor time too. *Accumulating* is over 8 batches. Much
-else ran on the same cores, so that an interval with 1 in it shows nothing.
+milliseconds and processor time too. *Accumulating* is over 8 batches. Two
+shared cores; beside PyTorch's measurements, from `tf.data` on, other work ran.
+From one run to the next the ratios of JAX's `fit` move by 0.1. `NOTES.md` says
+what makes it slower than Keras's where there is nothing to accumulate.
 """
 
 SECTIONS = {
