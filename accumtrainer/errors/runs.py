@@ -50,6 +50,15 @@ MANY_SHAPES = (
     "of k where it changes. This is said once."
 )
 
+MANY_CHANGES = (
+    "What layers, losses, optimizers and hooks are made of should stay from "
+    "call to call, because PyTorch's windows are recorded anew where it has "
+    "changed, which takes many times as long as an update. Received: {what}, "
+    "changed before four calls in a row. Keep what windows do not need, as "
+    "counters and histories, in an object that no layer, loss or hook holds. "
+    "This is said once for each time that it begins."
+)
+
 MANY_SHAPES_XLA = (
     " Or leave jit_compile='auto': then XLA compiles the first {count} shapes "
     "alone, and TensorFlow runs those that come later without it."

@@ -1,13 +1,22 @@
 """What a model is made of at one moment, to tell whether that has changed."""
 
 import contextlib
+import itertools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from accumtrainer import errors
+
 PLAIN = (int, float, str, np.generic)
 """Of what is equal nobody can tell which one it is."""
+
+
+MANY_CHANGES = 4
+"""So many calls in a row before which something has changed are worth a
+warning."""
 
 
 class Looks:
@@ -16,22 +25,33 @@ class Looks:
     Args:
         things: list of all, which is kept so that none of them can go and
             another be taken for it.
+        describe: function from the index of one of them to what it is part of.
     """
 
-    def __init__(self, things: Sequence[Any]):
+    def __init__(
+        self,
+        things: Sequence[Any],
+        describe: Callable[[int], str] = lambda position: "the model",
+    ):
         self._things = things
+        self._describe = describe
 
-    def differ_from(self, before: "Looks") -> bool:
-        """Whether it was made of something else at another moment."""
-        if len(self._things) != len(before._things):
-            return True
-        pairs = zip(self._things, before._things, strict=True)
-        return not all(
-            one is other
-            or (isinstance(one, PLAIN) and type(one) is type(other))
-            and one == other
-            for one, other in pairs
-        )
+    def change_since(self, before: "Looks") -> str | None:
+        """Describe what of it is another than at another moment.
+
+        Returns:
+            Of several the first one; `None` if all are the same.
+        """
+        pairs = itertools.zip_longest(self._things, before._things)
+        for position, (one, other) in enumerate(pairs):
+            is_equal = (
+                isinstance(one, PLAIN)
+                and type(one) is type(other)
+                and one == other
+            )
+            if one is not other and not is_equal:
+                return self._describe(min(position, len(self._things) - 1))
+        return None
 
 
 class Followed:
@@ -42,14 +62,20 @@ class Followed:
 
     Args:
         look: notes what programs are made from by now.
+        changes: before how many calls in a row something has changed.
     """
 
-    def __init__(self, look: Callable[[], Looks]):
+    def __init__(self, look: Callable[[], Looks], changes: int = 0):
         self._look = look
+        self._changes = changes
         self._last: Looks | None = None
         self._is_recorded = False
-        self._is_outdated = False
+        self._outdated_by: str | None = None
         self._has_run = False
+
+    def anew(self) -> "Followed":
+        """Make one for programs that are yet to be made."""
+        return Followed(self._look, self._changes)
 
     @contextlib.contextmanager
     def trying(self) -> Iterator[None]:
@@ -78,12 +104,24 @@ class Followed:
         self._has_run = False
 
     def has_changed(self) -> bool:
-        """Whether programs were made from something else."""
-        if not self._is_outdated and self._last is not None:
-            return self._look().differ_from(self._last)
-        return self._is_outdated
+        """Whether programs were made from something else.
+
+        Where that comes again and again, a warning says what it is.
+        """
+        change = self._change()
+        self._changes = 0 if change is None else self._changes + 1
+        if self._changes == MANY_CHANGES:
+            message = errors.MANY_CHANGES.format(what=change)
+            warnings.warn(message, stacklevel=2)
+        return change is not None
+
+    def _change(self) -> str | None:
+        """Describe what has changed since programs were made, if anything."""
+        if self._outdated_by is None and self._last is not None:
+            return self._look().change_since(self._last)
+        return self._outdated_by
 
     def _compare(self) -> None:
         """Note whether an earlier program lacks what has changed since."""
         if self._is_recorded and not self._has_run:
-            self._is_outdated = self.has_changed()
+            self._outdated_by = self._change()

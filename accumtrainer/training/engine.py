@@ -79,6 +79,7 @@ class Engine:
         self._run_eagerly = run_eagerly
         self._before: Any = None
         self.lasting: Any = None
+        self._followed = Followed(self._look)
         self._set_up()
         self.last_report: Any = None
         self._in_flight = InFlight()
@@ -102,7 +103,7 @@ class Engine:
             model=self._model,
             compiles_all_shapes=self._jit_compile is True,
         )
-        self._followed = self._backend.followed = Followed(self._look)
+        self._followed = self._backend.followed = self._followed.anew()
         self.replicas = self._backend.replicas
         self._window_parts = WindowParts(
             hooks=self._hooks,
@@ -232,8 +233,7 @@ class Engine:
         The optimizer keeps what it has of variables that stay.
         """
         self.write_back()
-        is_built = self._hooks.optimizer.built
-        if is_built and self._has_other_weights():
+        if self._hooks.optimizer.built and self._has_other_weights():
             with self.replicas.scope():
                 rebuild(self._hooks.optimizer, self._model.trainable_variables)
         self._trainable = Trainable(self._model)

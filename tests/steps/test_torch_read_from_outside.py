@@ -5,6 +5,7 @@ Keras runs that code in every step on PyTorch, and reads it anew.
 
 import functools
 import types
+import warnings
 
 import numpy as np
 import pytest
@@ -331,3 +332,50 @@ def test_trainers_that_see_each_others_models_do_not_record_on_and_on(
     graphs = note_graphs(monkeypatch)
     play()
     assert graphs == []
+
+
+class Experiment:
+    """Holds a Trainer and its loss, and what people note beside."""
+
+    steps: list[int] = []
+
+    def __init__(self):
+        model = keras.Sequential([keras.Input([6]), layers.Dense(3)])
+        self.factor, self.step, self.history = 1.0, 0, []
+        self.trainer = Trainer(model, "sgd", self.loss)
+
+    def loss(self, y, y_pred):
+        return self.factor * keras.ops.mean((y - y_pred) ** 2, -1)
+
+    def update(self, do):
+        do(self)
+        self.trainer.train_on_batch(X, Y)
+
+
+NOTES = {
+    "Experiment.step": lambda e: setattr(e, "step", e.step + 1),
+    "Experiment.history": lambda e: e.history.append(1.0),
+    "Experiment.steps": lambda e: e.steps.append(1),
+}
+
+
+@pytest.mark.parametrize("what", NOTES)
+def test_a_warning_names_what_has_every_update_recorded(what):
+    experiment = Experiment()
+    for _ in range(4):
+        experiment.update(NOTES[what])
+    with pytest.warns(UserWarning, match=f"recorded anew.*Received: {what},"):
+        experiment.update(NOTES[what])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is said once
+        experiment.update(NOTES[what])
+
+
+def test_changes_now_and_then_are_not_warned_of():
+    experiment = Experiment()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for update in range(8):
+            experiment.update(
+                NOTES["Experiment.step"] if update % 3 else lambda e: None
+            )

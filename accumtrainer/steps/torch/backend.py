@@ -5,6 +5,7 @@ recorded; variables are updated in place.
 """
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -33,7 +34,11 @@ from accumtrainer.steps.torch.gradients import (
     map_rows,
 )
 from accumtrainer.steps.torch.layouts import Order, lay_out
-from accumtrainer.steps.torch.looks import attributes_of, objects_of
+from accumtrainer.steps.torch.looks import (
+    attributes_of,
+    describe_attribute,
+    objects_of,
+)
 from accumtrainer.steps.torch.loops import record_scan
 from accumtrainer.steps.torch.marks import record_branch
 from accumtrainer.steps.torch.modules import Modules, show_parameters
@@ -104,7 +109,9 @@ class TorchBackend(Backend):
         return self._modules.buffers
 
     def looks_of(self, model: Model, beside: list[Any]) -> Looks:
-        return Looks(attributes_of([*flatten_layers(model), *beside]))
+        owners = [*flatten_layers(model), *beside]
+        describe = functools.partial(describe_attribute, owners)
+        return Looks(attributes_of(owners), describe)
 
     def trace(self, function: Callable[[Batch], Nest], batch: Batch) -> Traced:
         known = [] if self._model is None else self._model.variables

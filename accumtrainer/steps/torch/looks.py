@@ -11,6 +11,8 @@ import collections
 import contextlib
 import dis
 import functools
+import itertools
+import reprlib
 import sys
 import types
 import zlib
@@ -68,7 +70,7 @@ MOST_ITEMS = 100
 CLOSED = {
     *sys.stdlib_module_names,
     *("numpy", "tensorflow", "jax", "jaxlib"),
-    *("wandb", "mlflow", "tensorboard", "tensorboardX", "trackio"),
+    *("wandb", "mlflow", "tensorboard", "tensorboardX", "trackio", "tqdm"),
 }
 """Packages whose objects take no part in a step, as those that log, or change
 without that it matters, as caches and locks; `OPENED` has those that do."""
@@ -89,6 +91,43 @@ def attributes_of(owners: list[Any]) -> list[Any]:
         attributes at times.
     """
     return [thing for _, itself in _walk(owners) for thing in itself]
+
+
+def describe_attribute(owners: list[Any], position: int) -> str:
+    """Describe what one of the items of `attributes_of` says.
+
+    Args:
+        owners: as there.
+        position: index of the item.
+
+    Returns:
+        The class and the attribute where they are known: `Settings.step`.
+    """
+    opened = list(_walk(owners))
+    places = itertools.accumulate(len(itself) for _, itself in opened)
+    index = next(i for i, end in enumerate(places) if position < end)
+    position -= sum(len(itself) for _, itself in opened[:index])
+    value, itself = opened[index]
+    if value is None:
+        return f"something that is {reprlib.repr(itself[0])} by now"
+    if position and hasattr(value, "__dict__"):
+        # Names stand before what is plain, and for what is not.
+        names = [v for v in itself[1 : position + 1] if isinstance(v, str)]
+        return ".".join([_name(value), *names[-1:]])
+    return next(
+        (
+            f"{_name(owner)}.{name}"
+            for owner, _ in opened
+            for name, held in getattr(owner, "__dict__", {}).items()
+            if held is value
+        ),
+        _name(value),
+    )
+
+
+def _name(value: Any) -> str:
+    """Name a class or a function, or the class of an object."""
+    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def objects_of(owners: list[Any]) -> list[Any]:
