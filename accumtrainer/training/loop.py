@@ -483,6 +483,9 @@ class FitLoop:
         def evaluate(source: Source) -> dict[str, Any]:
             return self._engine.evaluator.evaluate(source, self._dispatcher)
 
+        if self._engine.last_window is not None:
+            # What callbacks have chosen since is what is validated.
+            self._engine.follow_model_amid_fit(self._engine.last_window)
         self._validation_logs = self._validation.run(evaluate)
         self._dispatcher.call(
             "on_validation_end",

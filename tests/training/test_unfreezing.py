@@ -191,6 +191,25 @@ def test_what_is_set_free_amid_an_epoch_is_trained_from_then_on(kind):
     assert_same(numbers(amid.model.variables), numbers(by_hand.model.variables))
 
 
+def test_what_a_callback_enables_after_the_last_window_is_validated():
+    class Enable(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if self.epoch == 1 and batch == 2:
+                layer = self.model.get_layer("head")
+                layer.enable_lora(2)
+                layer.lora_kernel_b.assign(ops.ones([2, 1]))
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+    trainer = make_trainer()
+    history = fit(
+        trainer, 2, callbacks=[Enable()], validation_data=(X, Y)
+    ).history
+    expected = trainer.evaluate(X, Y, verbose=0)
+    assert history["val_loss"][-1] == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_runs_go_on_bit_for_bit_from_either_side(epochs, tmp_path):
     def options():
