@@ -33,7 +33,7 @@ from accumtrainer.window.objective import names_of
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.program import WindowProgram
 from accumtrainer.window.state import TrainingState
-from accumtrainer.window.trainable import Trainable, warn_of_nothing_to_train
+from accumtrainer.window.trainable import Trained, warn_of_nothing_to_train
 
 
 class Engine:
@@ -90,7 +90,7 @@ class Engine:
         self.last_window: Any = None
         self.data_seconds = 0.0
         is_built = self._model.built
-        self._trainable: Any = Trainable(self._model) if is_built else None
+        self._trainable: Any = Trained(self._model) if is_built else None
         self._is_following = False
         self._was_shown = True
         self._measures_gradients = False
@@ -236,7 +236,7 @@ class Engine:
         if self._hooks.optimizer.built and self._has_other_weights():
             with self.replicas.scope():
                 rebuild(self._hooks.optimizer, self._model.trainable_variables)
-        self._trainable = Trainable(self._model)
+        self._trainable = Trained(self._model)
         if self._program is not None:
             self._before = self._program.variables
             self._in_flight.clear()
@@ -312,7 +312,7 @@ class Engine:
         self._program, self._before = program, None
         self.lasting.begin(program.variables)
         self._step = Step(program, self._backend, self._plan)
-        self._trainable = Trainable(self._model)
+        self._trainable = Trained(self._model)
 
     def _check_bare_losses(self, window: Window, *, warns: bool = True) -> None:
         """Refuse what cannot be weighed; warn once of what is weighed wrongly.

@@ -41,6 +41,25 @@ class Trainable:
         return any(one.trainable is not was for one, was in then)
 
 
+class Trained(Trainable):
+    """The same, and by which function Keras trains the model.
+
+    Who has Keras make that anew (`make_train_function(force=True)`), wants all
+    that has changed to count: also what is no weight, as an activation.
+
+    Args:
+        model: as there.
+    """
+
+    def __init__(self, model: Model):
+        super().__init__(model)
+        self._function = model.train_function
+
+    def differs_from(self, model: Model) -> bool:
+        is_other = model.train_function is not self._function
+        return is_other or super().differs_from(model)
+
+
 def warn_of_nothing_to_train(model: Model) -> None:
     """Warn where a model has no weights that training would move."""
     if not model.trainable_variables:
