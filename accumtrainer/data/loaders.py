@@ -395,8 +395,9 @@ class IterableSource(Source):
 
 def _generators_of(loader: Any) -> list[Any]:
     """List the generators by which a torch `DataLoader` draws its order."""
-    sampler = getattr(loader, "sampler", None)
-    found = [getattr(one, "generator", None) for one in (loader, sampler)]
+    owners = [loader, getattr(loader, "batch_sampler", None)]
+    owners += [getattr(owner, "sampler", None) for owner in owners]
+    found = [getattr(owner, "generator", None) for owner in owners]
     return [
         generator
         for place, generator in enumerate(found)

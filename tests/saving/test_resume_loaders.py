@@ -22,24 +22,33 @@ class Noisy:
             yield x + self.rng.normal(size=x.shape).astype("float32"), y
 
 
-def make_loader(**options):
-    """Make a torch `DataLoader` of batches of 4 of 22 samples."""
+def make_loader(by="generator", **options):
+    """Make a torch `DataLoader` of batches of 4 of 22 samples.
+
+    Args:
+        by: str, what draws their order.
+        options: of the loader.
+    """
     data = pytest.importorskip(
         "torch.utils.data", reason="torch is not installed"
     )
     torch = pytest.importorskip("torch")
     samples = list(zip(X[:22], Y[:22], strict=True))
     generator = torch.Generator().manual_seed(3)
-    if options.pop("by_sampler", False):
-        options["sampler"] = data.RandomSampler(samples, generator=generator)
+    sampler = data.RandomSampler(samples, generator=generator)
+    if by == "generator":
+        options |= {"shuffle": True, "generator": generator, "batch_size": 4}
+    elif by == "sampler":
+        options |= {"sampler": sampler, "batch_size": 4}
     else:
-        options |= {"shuffle": True, "generator": generator}
-    return data.DataLoader(samples, batch_size=4, **options)
+        options[by] = data.BatchSampler(sampler, 4, drop_last=False)
+    return data.DataLoader(samples, **options)
 
 
 LOADERS = {
     "generator": make_loader,
-    "sampler": lambda: make_loader(by_sampler=True),
+    "sampler": lambda: make_loader("sampler"),
+    "sampler of batches": lambda: make_loader("batch_sampler"),
     "last one dropped": lambda: make_loader(drop_last=True),
 }
 
