@@ -4,7 +4,10 @@ Layers draw from the states of their own seeds, which every micro-batch moves.
 """
 
 import contextlib
+import random
 from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.types import Variable
@@ -40,3 +43,17 @@ def drawing_again(variables: Sequence[Variable]) -> Iterator[None]:
     yield
     for state, value in before:
         state.assign(value)
+
+
+@contextlib.contextmanager
+def host_drawing_again() -> Iterator[None]:
+    """Draw again afterwards what Python and NumPy draw in here, unless told.
+
+    Where code of layers draws from their own states, which are everybody's.
+    """
+    before, numpy_before = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(numpy_before)

@@ -11,6 +11,7 @@ from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.types import Metric, Tensor, Variable
 from accumtrainer.observers.logs import is_of_windows
+from accumtrainer.window.draws import host_drawing_again
 from accumtrainer.window.hooks import (
     check_batch,
     check_gradients,
@@ -156,7 +157,7 @@ def take_survey(parts: WindowParts, passes: Passes, batch: Batch) -> Survey:
 
     book, known = context_of(hooks).log_book, parts.variables
     with book.surveying() as reductions, Scratch(known) as scope:
-        with collect_logs(hooks):
+        with collect_logs(hooks), host_drawing_again():
             traced = parts.backend.trace(run, batch)
         if not traced.fixes_sizes:
             losses = seen["losses"]
