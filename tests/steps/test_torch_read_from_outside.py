@@ -20,6 +20,8 @@ import torch
 from recorded import note_graphs
 from samples import HOW, X, Y
 
+from accumtrainer.steps.torch.looks import attributes_of
+
 layers = keras.layers
 
 
@@ -260,6 +262,12 @@ def test_what_a_callback_changes_is_that_of_the_next_call(change, moment):
     after = [trainer.evaluate(X, Y, **HOW) for _ in range(2)]
     after += trainer.fit(X, Y, **HOW).history["loss"]
     assert after == pytest.approx([2 * before] * 3, rel=1e-5)
+
+
+def test_numbers_of_which_python_makes_the_same_hash_are_told_apart():
+    many = [0] * 200
+    assert attributes_of([[*many, -1]]) != attributes_of([[*many, -2]])
+    assert attributes_of([[*many, 0.0]]) != attributes_of([[*many, -0.0]])
 
 
 losses: list[float] = []

@@ -304,7 +304,8 @@ def _summed_up(items: Iterable[Any]) -> Opened:
     """Let one number stand for many plain items, as for a vocabulary."""
     items = list(items)
     if len(items) > MOST_ITEMS and set(map(type, items)) <= set(PLAIN):
-        return [len(items), hash(tuple(items))], []
+        # Of -1 and -2 Python's hash is the same.
+        return [len(items), hash(repr(items))], []
     return [len(items)], items
 
 
