@@ -13,7 +13,6 @@ from accumtrainer import errors
 PLAIN = (int, float, str, np.generic)
 """Of what is equal nobody can tell which one it is."""
 
-
 MANY_CHANGES = 4
 """So many calls in a row before which something has changed are worth a
 warning."""
@@ -42,7 +41,10 @@ class Looks:
         Returns:
             Of several the first one; `None` if all are the same.
         """
-        pairs = itertools.zip_longest(self._things, before._things)
+        # What is missing equals nothing, not even `None`.
+        pairs = itertools.zip_longest(
+            self._things, before._things, fillvalue=object()
+        )
         for position, (one, other) in enumerate(pairs):
             is_equal = (
                 isinstance(one, PLAIN)

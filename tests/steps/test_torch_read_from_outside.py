@@ -20,6 +20,7 @@ import torch
 from recorded import note_graphs
 from samples import HOW, X, Y
 
+from accumtrainer.steps.looks import Looks
 from accumtrainer.steps.torch.looks import attributes_of
 
 layers = keras.layers
@@ -268,6 +269,11 @@ def test_numbers_of_which_python_makes_the_same_hash_are_told_apart():
     many = [0] * 200
     assert attributes_of([[*many, -1]]) != attributes_of([[*many, -2]])
     assert attributes_of([[*many, 0.0]]) != attributes_of([[*many, -0.0]])
+
+
+def test_what_is_more_by_nothing_but_none_is_a_change():
+    assert Looks([1, None]).change_since(Looks([1])) is not None
+    assert Looks([1, None]).change_since(Looks([1, None])) is None
 
 
 losses: list[float] = []
