@@ -5,7 +5,7 @@ from typing import Any
 from accumtrainer import errors
 from accumtrainer.config import Accumulation
 from accumtrainer.data.batches import Batch
-from accumtrainer.keras_api import compiled_arguments, keras
+from accumtrainer.keras_api import compiled_arguments, keras, overrides
 from accumtrainer.keras_api.types import Nest
 from accumtrainer.trainer import Trainer
 from accumtrainer.window.gradient_cache import in_float32
@@ -124,8 +124,7 @@ class WindowLossTrainer(Trainer):
 def _has_metrics(model: keras.Model) -> bool:
     arguments = compiled_arguments(model)
     is_given = any(arguments[k] for k in ("metrics", "weighted_metrics"))
-    overrides = type(model).compute_metrics is not keras.Model.compute_metrics
-    return is_given or overrides
+    return is_given or overrides(model, "compute_metrics")
 
 
 def _check_options(

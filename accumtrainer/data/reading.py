@@ -108,14 +108,15 @@ def _as_array(leaf: Any, name: str, copy: bool) -> np.ndarray:
 
 
 def _readable(leaf: Any) -> Any:
-    """Make of a torch tensor one that NumPy can read; leave others alone."""
+    """Make an array of a torch tensor; leave others alone."""
     if not _traits(leaf).is_torch:
         return leaf
-    tensor = leaf.detach().cpu()
     # NumPy has neither bfloat16 nor the float8 types, of which float32 holds
     # every number.
-    is_short = tensor.is_floating_point() and tensor.element_size() < 4
-    return tensor.float() if is_short else tensor
+    is_short = leaf.is_floating_point() and leaf.element_size() < 4
+    tensor = leaf.float() if is_short else leaf
+    # From wherever it is, with its gradient, and if only marked as negative.
+    return tensor.numpy(force=True)
 
 
 def is_text(array: np.ndarray) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from accumtrainer import errors
-from accumtrainer.keras_api import check_feature, keras
+from accumtrainer.keras_api import check_feature, keras, overrides
 from accumtrainer.keras_api.types import Model
 from accumtrainer.steps.backend import Backend
 
@@ -87,11 +87,14 @@ def check_fit(model: Model, backend: Backend) -> None:
         ValueError: the model trains in a way of its own.
     """
     check_feature("fit")
-    owner = type(model).__name__
-    for name in ("train_step", "make_train_function"):
-        if getattr(type(model), name) is not getattr(keras.Model, name):
+    # `begin` looks for a train function that was put into the place of Keras's.
+    own = {"train_step": model, "make_train_function": type(model)}
+    for name, owner in own.items():
+        if overrides(owner, name):
             raise ValueError(
-                errors.MODEL_WITH_OWN_TRAINING.format(model=owner, name=name)
+                errors.MODEL_WITH_OWN_TRAINING.format(
+                    model=type(model).__name__, name=name
+                )
             )
     if backend.is_distributed(model) or keras.distribution.distribution():
         raise ValueError(errors.DISTRIBUTED_FIT)

@@ -91,6 +91,7 @@ __all__ = [
     "metric_names",
     "noting_activity",
     "ops",
+    "overrides",
     "read_metrics",
     "refuse_other_keras",
     "optimizers_of",
@@ -187,6 +188,17 @@ def noting_activity(model: Model) -> Iterator[Callable[[], list[Tensor]]]:
             layer.activity_regularizer = regularizer
 
 
+def overrides(model: Any, name: str) -> bool:
+    """Tell whether a model, or its class, has a method of its own.
+
+    Args:
+        model: `keras.Model`, or a class of such.
+        name: of a method of `keras.Model`.
+    """
+    method = getattr(model, name)
+    return getattr(method, "__func__", method) is not getattr(keras.Model, name)
+
+
 def is_known_to(optimizer: Optimizer, variable: Variable) -> bool:
     """Say whether an optimizer can update a variable.
 
@@ -265,8 +277,7 @@ def read_metrics(model: Model, leaving_out: list[Metric]) -> dict[str, Any]:
     Returns:
         Dict from name to tensor, or to a dict of such.
     """
-    method = type(model).get_metrics_result
-    if KERAS_NAME == "keras" and method is not keras.Model.get_metrics_result:
+    if KERAS_NAME == "keras" and overrides(model, "get_metrics_result"):
         names = [metric.name for metric in leaving_out]
         every = model.get_metrics_result()
         return {k: v for k, v in every.items() if k not in names}

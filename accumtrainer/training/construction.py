@@ -24,6 +24,7 @@ from accumtrainer.keras_api import (
     is_known_to,
     keras,
     optimizers_of,
+    overrides,
     refuse_other_keras,
     tree,
 )
@@ -31,7 +32,7 @@ from accumtrainer.keras_api.types import Model, Optimizer
 from accumtrainer.observers.callback import check_callback, flatten_callbacks
 from accumtrainer.steps import Backend, make_backend
 from accumtrainer.training.train_steps import refusal_of_train_step
-from accumtrainer.window.hooks import Hooks, overrides
+from accumtrainer.window.hooks import Hooks
 from accumtrainer.window.loss_scale import computes_in_float16
 
 

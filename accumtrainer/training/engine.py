@@ -3,17 +3,14 @@
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 from accumtrainer import errors
 from accumtrainer.config import Accumulation
 from accumtrainer.data.batches import Batch, Window, map_leaves
-from accumtrainer.diagnosis.bare_losses import check_bare_losses
-from accumtrainer.diagnosis.equivalence import Equivalence, EquivalenceCheck
-from accumtrainer.diagnosis.inspection import Inspection, Replay
+from accumtrainer.diagnosis.equivalence import Equivalence
+from accumtrainer.diagnosis.inspection import Inspection
 from accumtrainer.diagnosis.moving_state import notes_of_state
-from accumtrainer.diagnosis.trials import Trials
 from accumtrainer.keras_api import BACKEND, keras, metric_names
 from accumtrainer.keras_api.rebuild import rebuild
 from accumtrainer.keras_api.types import Variable
@@ -24,11 +21,12 @@ from accumtrainer.steps.looks import Followed, Looks
 from accumtrainer.steps.memory import MemoryPlan, make_memory_plan
 from accumtrainer.training.counting import Counting
 from accumtrainer.training.evaluator import Evaluator
+from accumtrainer.training.examining import Examiner
 from accumtrainer.training.in_flight import InFlight
 from accumtrainer.training.input_checks import compile_option, has_own_loss
 from accumtrainer.training.lasting import LastingState
 from accumtrainer.training.sizing import AutoSize, make_sizing
-from accumtrainer.window.hooks import Hooks, context_of
+from accumtrainer.window.hooks import Hooks
 from accumtrainer.window.objective import names_of
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.program import WindowProgram
@@ -88,6 +86,7 @@ class Engine:
             max_consecutive_skips,
         )
         self.last_window: Any = None
+        self._like: Any = None
         self.data_seconds = 0.0
         is_built = self._model.built
         self._trainable: Any = Trained(self._model) if is_built else None
@@ -124,10 +123,15 @@ class Engine:
             self._sizing,
             jit_compile=self._jit_compile,
         )
+        self._examiner = Examiner(
+            self._window_parts,
+            self.write_back,
+            jit_compile=self._jit_compile,
+            run_eagerly=self._run_eagerly,
+        )
         self._program: Any = None
         self._step: Any = None
         self._plan: Any = None
-        self._checked_losses: list[Any] = []
 
     def aside(self) -> "Engine":
         """Make an engine for a training that is to leave no trace.
@@ -193,6 +197,8 @@ class Engine:
             is_update: whether it is for a single update, for which several
                 processes are to exchange nothing but gradients.
         """
+        if self._is_following and self.has_begun:
+            self.follow_model_amid_fit()
         if self._is_following or (is_update and self.replicas.processes > 1):
             yield
             return
@@ -242,15 +248,17 @@ class Engine:
             self._in_flight.clear()
         self._set_up()
 
-    def follow_model_amid_fit(self, window: Window) -> None:
-        """Turn to the weights that callbacks have chosen, before a window."""
+    def follow_model_amid_fit(self) -> None:
+        """Turn to the weights that callbacks have chosen since."""
         # Who was shown no weights has brought none; to list them takes time.
         may_differ = self._was_shown or self._trainable.is_outdated
         self._was_shown = False
         if may_differ and self._has_other_weights():
             self.follow_model()
         if self._program is None:
-            self.prepare(window, measures_gradients=self._measures_gradients)
+            self.prepare(
+                self._like, measures_gradients=self._measures_gradients
+            )
 
     def prepare(
         self,
@@ -270,6 +278,7 @@ class Engine:
             warns: whether to warn of denominators that are wrong.
         """
         micro_batch = window.split()[0]
+        self._like = window
         self._measures_gradients = measures_gradients
         is_first = self._program is None
         with self.replicas.scope():
@@ -296,7 +305,7 @@ class Engine:
         if isinstance(self._sizing, AutoSize) and self._sizing.is_undecided:
             self._sizing.choose(window, self._step)
         if self._accumulates(window):
-            self._check_bare_losses(self._sizing.cut(window), warns=warns)
+            self._check_losses(window, warns=warns)
 
     def _begin(
         self, program: WindowProgram, like: Snapshot | None, jit_compile: Any
@@ -314,25 +323,13 @@ class Engine:
         self._step = Step(program, self._backend, self._plan)
         self._trainable = Trained(self._model)
 
-    def _check_bare_losses(self, window: Window, *, warns: bool = True) -> None:
-        """Refuse what cannot be weighed; warn once of what is weighed wrongly.
-
-        Losses are others where data are of another structure.
-        """
-        losses = self._program.survey.losses
-        is_known = any(known is losses for known in self._checked_losses)
-        is_stated = context_of(self._hooks).denominator is not None
-        if is_known or (is_stated and not warns):
-            return
-
-        def find_trials() -> Any:
-            if self.replicas.count > 1:
-                return []
-            self.write_back()
-            return self._trials().judge_losses(window)
-
-        check_bare_losses(self._window_parts, losses, find_trials)
-        self._checked_losses.append(losses)
+    def _check_losses(self, window: Window, *, warns: bool = True) -> None:
+        """Refuse losses that cannot be weighed in a window."""
+        self._examiner.check_bare_losses(
+            self._program.survey.losses,
+            lambda: self._sizing.cut(window),
+            warns=warns,
+        )
 
     def notes_of_state(self, micro_batches: int) -> list[str]:
         """Write notes on layers whose state moves once per micro-batch."""
@@ -361,26 +358,9 @@ class Engine:
     ) -> Equivalence:
         """Compare a window with the big batch; see the Trainer's method."""
         self.prepare(window, warns=False)
-        self.write_back()
-        check = EquivalenceCheck(
-            self._parts_aside(),
-            self._trials(),
-            jit_compile=self._plan.jit_compile,
-            tolerance=tolerance,
+        return self._examiner.compare(
+            window, whole, tolerance, compiles=self._plan.jit_compile
         )
-        return check.run(window, whole)
-
-    def _trials(self) -> Trials:
-        parts = replace(self._parts_aside(), loss_scale=None)
-        return Trials(parts, jit_compile=self._jit_compile)
-
-    def _parts_aside(self) -> WindowParts:
-        """Make parts with a backend of their own.
-
-        The shapes of what is tried aside say nothing of training.
-        """
-        backend = make_backend(run_eagerly=self._run_eagerly)
-        return replace(self._window_parts, backend=backend)
 
     def _plan_of(self, snapshot: Snapshot | None) -> Plan | None:
         """Return the plan of a saved run, unless another was asked for."""
@@ -428,7 +408,7 @@ class Engine:
         """Make one update."""
         adds_up = self._accumulation.per_example or self.replicas.count > 1
         if adds_up or window.micro_batches > 1:
-            self._check_bare_losses(window)
+            self._check_losses(window)
         report = None
         # Where a window does not fit, `trying` puts the variables back and
         # learns of it, and there is no report: it is cut smaller then.
@@ -444,6 +424,7 @@ class Engine:
                         error, window.split()
                     ) from None
         self.last_report, self.last_window = report, window
+        self._like = window
         if self._backend.runs_ahead:
             self._in_flight.add(report, window.size_bytes)
         self.counting.add_window()
@@ -474,19 +455,13 @@ class Engine:
 
     def inspect(self, window: Window) -> Inspection:
         """Run a window again without effect; see `Trainer.inspect`."""
-        if self.replicas.processes > 1:
-            raise RuntimeError(
-                errors.INSPECTION_OF_PROCESSES.format(
-                    processes=self.replicas.processes
-                )
-            )
         self.write_back()
         loss_scale = 1.0
         before = int(keras.ops.convert_to_numpy(self._state.micro_batches))
         if self.last_report and window is self.last_window:
             loss_scale = self.last_report.window_logs()["loss_scale"]
             before -= window.micro_batches
-        return Replay(self._window_parts).inspect(
+        return self._examiner.inspect(
             window, loss_scale=loss_scale, micro_batches_before=before
         )
 

@@ -432,7 +432,7 @@ class FitLoop:
         self._check(window, self._checks, index)
         engine, dispatcher = self._engine, self._dispatcher
         dispatcher.call("on_train_batch_begin", index, {})
-        engine.follow_model_amid_fit(window)
+        engine.follow_model_amid_fit()
         if any(map(dispatcher.listens, ("on_micro_batch", "on_accumulate"))):
             before = engine.counting.progress
             report = engine.run_window(window)
@@ -483,9 +483,8 @@ class FitLoop:
         def evaluate(source: Source) -> dict[str, Any]:
             return self._engine.evaluator.evaluate(source, self._dispatcher)
 
-        if self._engine.last_window is not None:
-            # What callbacks have chosen since is what is validated.
-            self._engine.follow_model_amid_fit(self._engine.last_window)
+        # What callbacks have chosen since is what is validated.
+        self._engine.follow_model_amid_fit()
         self._validation_logs = self._validation.run(evaluate)
         self._dispatcher.call(
             "on_validation_end",

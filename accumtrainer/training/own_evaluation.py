@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from accumtrainer.data.source import Source
-from accumtrainer.keras_api import keras
+from accumtrainer.keras_api import keras, overrides
 from accumtrainer.keras_api.types import Model, Nest, Variable
 from accumtrainer.observers.callback import Dispatcher
 from accumtrainer.observers.logs import Logs
-from accumtrainer.window.hooks import Hooks, overrides
+from accumtrainer.window.hooks import Hooks
 from accumtrainer.window.objective import metric_variables
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from accumtrainer import errors
+from accumtrainer.keras_api import overrides
 from accumtrainer.keras_api.types import Model
-from accumtrainer.window.hooks import overrides
 
 APPLYING = ("apply", "apply_gradients", "minimize")
 ALL_TRAINABLE = ("self.trainable_variables", "self.trainable_weights")

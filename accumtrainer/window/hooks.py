@@ -13,8 +13,13 @@ from typing import Any, Literal
 
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch
-from accumtrainer.keras_api import call_predict_step, keras, ops, tree
-from accumtrainer.keras_api.types import Model, Nest, Tensor
+from accumtrainer.keras_api import (
+    call_predict_step,
+    ops,
+    overrides,
+    tree,
+)
+from accumtrainer.keras_api.types import Nest, Tensor
 from accumtrainer.window.losses import (
     BareLoss,
     CompiledLoss,
@@ -169,13 +174,10 @@ class HookContext:
             arguments[name] is not None
             for name in ("metrics", "weighted_metrics")
         )
-        updates_metrics = type(model).compute_metrics is not (
-            keras.Model.compute_metrics
-        )
         return cls(
             compiled_loss=compiled_loss,
             denominator=denominator,
-            has_metrics=has_metrics or updates_metrics,
+            has_metrics=has_metrics or overrides(model, "compute_metrics"),
             model_computes_loss=computes_loss,
             model_takes_training=takes_argument(model.call, "training"),
         )
@@ -419,16 +421,6 @@ def takes_argument(function: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(
         p.kind is p.VAR_KEYWORD for p in parameters.values()
     )
-
-
-def overrides(model: Model, name: str) -> bool:
-    """Tell whether a model, or its class, has a method of its own.
-
-    Args:
-        name: of a method of `keras.Model`.
-    """
-    method = getattr(model, name)
-    return getattr(method, "__func__", method) is not getattr(keras.Model, name)
 
 
 def check_batch(given: Any, returned: Any) -> None:

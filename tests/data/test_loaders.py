@@ -217,12 +217,6 @@ class LikeTorch:
     def __len__(self):
         return len(self._array)
 
-    def detach(self):
-        return self
-
-    def cpu(self):
-        return self
-
     def is_floating_point(self):
         return True
 
@@ -231,6 +225,10 @@ class LikeTorch:
 
     def float(self):
         return LikeTorch(self._array, itemsize=4)
+
+    def numpy(self, *, force):
+        assert force
+        return self.__array__()
 
 
 def test_tensors_that_numpy_cannot_read_train_like_numpy(arrays):
@@ -257,6 +255,15 @@ def test_torch_tensors_in_bfloat16_train_like_their_values(arrays):
     assert_trains_like_numpy(
         values, *tensors, batch_size=BATCH_SIZE, shuffle=False
     )
+
+
+def test_torch_tensor_that_is_only_marked_as_negative_is_read(arrays):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    complex_ones = torch.complex(*map(torch.from_numpy, [arrays[0]] * 2))
+    negative = torch.imag(complex_ones.conj())
+    assert negative.is_neg()
+    batches = batches_of((negative, arrays[1]))
+    assert_trains_like_numpy((-arrays[0], arrays[1]), batches)
 
 
 def test_torch_data_loader_trains_like_numpy(arrays):

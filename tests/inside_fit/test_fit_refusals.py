@@ -98,6 +98,13 @@ def test_models_that_train_themselves_are_refused(cls, name):
         subclassed(cls).fit(X, Y, callbacks=[GradientAccumulation(2)], **ORDER)
 
 
+def test_model_that_was_given_a_train_step_is_refused():
+    model = subclassed(keras.Model)
+    model.train_step = lambda *arguments: {}
+    with pytest.raises(ValueError, match="must not override train_step"):
+        model.fit(X, Y, callbacks=[GradientAccumulation(2)], **ORDER)
+
+
 def test_model_may_evaluate_and_predict_by_itself():
     model = subclassed(OwnOtherSteps)
     options = {"validation_data": (X, Y)}

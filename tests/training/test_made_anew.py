@@ -69,6 +69,27 @@ def test_what_a_callback_has_made_anew_is_that_of_keras(moment, k):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("hook", ["on_train_begin", *dict(MOMENTS.values())])
+def test_a_callback_that_evaluates_sees_what_it_has_had_made_anew(hook):
+    trainer = Trainer(make_model(), keras.optimizers.SGD(0.01), "mse")
+    trainer.evaluate(X, Y, verbose=0)
+    trainer.predict(X, verbose=0)
+    found = []
+
+    def ask(*args, **kwargs):
+        change(trainer.model)
+        model = trainer.model
+        for evaluated in (trainer, model):
+            predicted = evaluated.predict(X[:1], verbose=0).item()
+            found.append([evaluated.evaluate(X, Y, verbose=0), predicted])
+
+    callback = keras.callbacks.Callback()
+    setattr(callback, hook, ask)
+    history = trainer.fit(X, Y, **HOW, callbacks=[callback]).history
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+    assert np.isfinite(history["loss"]).all()
+
+
 def test_what_is_made_anew_between_calls_is_that_of_the_next_one():
     trainer = Trainer(make_model(), keras.optimizers.SGD(0.0), "mse")
 
