@@ -16,7 +16,6 @@ which every `fit` begins with, is where what an error has left is put back; see
 `takeover.py`.
 """
 
-import functools
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator
@@ -31,7 +30,7 @@ from accumtrainer.diagnosis.moving_state import notes_of_state
 from accumtrainer.diagnosis.trials import Trials
 from accumtrainer.diagnosis.verdicts import LossTrial
 from accumtrainer.inside_fit.carried_scale import CarriedScale, as_number
-from accumtrainer.inside_fit.fit_logs import late_logs, show_in_metrics
+from accumtrainer.inside_fit.fit_logs import late_logs
 from accumtrainer.inside_fit.fit_state import make_fit_state
 from accumtrainer.inside_fit.groups import Group, Groups
 from accumtrainer.inside_fit.takeover import Takeover, check_fit
@@ -423,8 +422,7 @@ class FitAccumulator(Hooks):
         self._is_fused = plan.name == "fused"
         # While `fit` has the state, nothing can be made any more.
         program.variables.make_accumulators()
-        show = functools.partial(show_in_metrics, program)
-        self._step = Step(program, self._backend, plan, show)
+        self._step = Step(program, self._backend, plan)
         steps = self._steps_of_window()
         for note in notes_of_state(self.model, survey.moved, steps):
             self._announce(note)

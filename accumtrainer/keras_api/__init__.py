@@ -93,6 +93,7 @@ __all__ = [
     "ops",
     "overrides",
     "read_metrics",
+    "reads_metrics_itself",
     "refuse_other_keras",
     "optimizers_of",
     "schedule_of",
@@ -277,7 +278,7 @@ def read_metrics(model: Model, leaving_out: list[Metric]) -> dict[str, Any]:
     Returns:
         Dict from name to tensor, or to a dict of such.
     """
-    if KERAS_NAME == "keras" and overrides(model, "get_metrics_result"):
+    if reads_metrics_itself(model):
         names = [metric.name for metric in leaving_out]
         every = model.get_metrics_result()
         return {k: v for k, v in every.items() if k not in names}
@@ -291,6 +292,11 @@ def read_metrics(model: Model, leaving_out: list[Metric]) -> dict[str, Any]:
         is_dict = isinstance(result, dict)
         results |= result if is_dict else {metric.name: result}
     return results
+
+
+def reads_metrics_itself(model: Model) -> bool:
+    """Whether a model has a `get_metrics_result` that is asked."""
+    return KERAS_NAME == "keras" and overrides(model, "get_metrics_result")
 
 
 def compiled_arguments(model: Model) -> dict[str, Any]:

@@ -30,8 +30,6 @@ class Step:
         program: what a window computes; it has learnt from a first batch.
         backend: runs it.
         plan: by which.
-        show: called while tracing with what every window tells, for others
-            who keep it in variables of theirs.
     """
 
     def __init__(
@@ -39,12 +37,10 @@ class Step:
         program: WindowProgram,
         backend: Backend,
         plan: Plan,
-        show: Callable[[Outcome], None] = lambda outcome: None,
     ):
         self._program = program
         self._backend = backend
         self._plan = plan
-        self._show = show
         self._constant = functools.cache(
             lambda number, dtype="int32": backend.constant(
                 np.asarray(number, dtype)
@@ -113,7 +109,7 @@ class Step:
                 batch, index, count, None, weighing=weighing
             )
             running = program.running_logs_with(index + 1)
-            return self._pack({"running": running}), used
+            return pack({"running": running}), used
 
         add = self.function(("add", weighing), run)
         count = self._constant(micro_batches)
@@ -207,7 +203,7 @@ class Step:
         def run(argument: Nest) -> tuple[Packed, Tensor]:
             outcome = run_whole(argument)
             rows = outcome.pop("per_micro_batch")
-            return self._pack(outcome), rows
+            return pack(outcome), rows
 
         return self.function("window", run), argument, join
 
@@ -281,15 +277,11 @@ class Step:
         """Prepare to apply what micro-batches have added up."""
 
         def run(count: Tensor) -> Packed:
-            return self._pack(
+            return pack(
                 self._program.apply(count, weighing=weighing, used=used)
             )
 
         return self.function(("apply", weighing, used), run)
-
-    def _pack(self, outcome: Outcome) -> Packed:
-        self._show(outcome)
-        return pack(outcome)
 
     def function(
         self, key: Hashable, function: Callable[..., Nest]

@@ -12,6 +12,7 @@ from accumtrainer.keras_api import (
     noting_activity,
     ops,
     read_metrics,
+    reads_metrics_itself,
 )
 from accumtrainer.keras_api.types import Metric, Model, Nest, Tensor, Variable
 from accumtrainer.window.hooks import Hooks, Info, context_of
@@ -362,8 +363,9 @@ def results(
     """Read losses and metrics as they are logged: by name, as in Keras.
 
     A metric that nobody updates stands back where a loss has its name, as
-    Keras's own of losses do. A loss stands back where another metric has its
-    name: it then has `_loss` after it.
+    Keras's own of losses do. It is given the loss first, for who reads it: a
+    `get_metrics_result` of the model's own says what is told of that. A loss
+    stands back where another metric has its name: it then has `_loss` after it.
 
     Args:
         losses: list of n `WeightedLoss`.
@@ -375,14 +377,34 @@ def results(
         Dict from name to tensor, those of a nested one beside the others.
     """
     named = named_losses(losses, means)
-    of_losses = [metric for metric in idle if metric.name in ("loss", *named)]
-    found = read_metrics(model, leaving_out=of_losses)
-    found.setdefault("loss", total)
+    values = named | {"loss": total}
+    of_losses = [metric for metric in idle if metric.name in values]
+    shown = _show(of_losses, values)
+    if not reads_metrics_itself(model):
+        shown = []
+    found = read_metrics(
+        model, leaving_out=[m for m in of_losses if m not in shown]
+    )
+    told = {metric.name for metric in shown}
+    if "loss" not in told:
+        found.setdefault("loss", total)
     for name, value in named.items():
+        if name in told:
+            continue
         while name in found:
             name += "_loss"
         found[name] = value
     return _in_order(found)
+
+
+def _show(metrics: list[Metric], values: dict[str, Tensor]) -> list[Metric]:
+    """Give means to those metrics that can tell them, and return these."""
+    shown = [m for m in metrics if isinstance(m, keras.metrics.Mean)]
+    for metric in shown:
+        value = ops.cast(values[metric.name], metric.total.dtype)
+        metric.total.assign(value)
+        metric.count.assign(ops.ones_like(metric.count.value))
+    return shown
 
 
 def _in_order(found: dict[str, Any]) -> dict[str, Tensor]:

@@ -81,7 +81,7 @@ def train_own(model_class, is_inside):
     """Train a model that judges its outputs itself; returns the history."""
     model = make_model()
     model = model_class(model.inputs[0], model.outputs[0])
-    options = {"validation_data": (X, Y), "verbose": 0}
+    options = {"validation_data": (X, Y), "verbose": 0, "shuffle": False}
     if is_inside:
         model.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=False)
         callbacks = [GradientAccumulation(steps=2)]
@@ -109,6 +109,69 @@ def test_values_that_get_metrics_result_returns_are_logged(is_inside):
     for name in ("", "val_"):
         expected = 2.0 * np.array(history[f"{name}mae"])
         np.testing.assert_allclose(history[f"{name}twice"], expected, rtol=1e-6)
+
+
+class DerivingFromLoss(keras.Model):
+    def get_metrics_result(self):
+        loss = super().get_metrics_result()["loss"]
+        return {"loss": 2.0 * loss, "perplexity": ops.exp(loss)}
+
+
+@keras_3_only("asks no get_metrics_result of a model")
+@pytest.mark.parametrize("is_inside", [False, True], ids=["trainer", "fit"])
+def test_what_a_model_makes_of_its_loss_is_logged(is_inside):
+    expected = train_own(keras.Model, is_inside)
+    history = train_own(DerivingFromLoss, is_inside)
+    for name in ("", "val_"):
+        loss = np.array(expected[f"{name}loss"])
+        assert (loss > 0).all()
+        for told, value in (("loss", 2.0 * loss), ("perplexity", np.exp(loss))):
+            np.testing.assert_allclose(
+                history[f"{name}{told}"], value, rtol=1e-5
+            )
+
+
+@keras_3_only("asks no get_metrics_result of a model")
+def test_a_loss_that_a_model_does_not_tell_is_not_logged():
+    class Silent(keras.Model):
+        def get_metrics_result(self):
+            return {"twice": 2.0 * self.metrics[0].result()}
+
+    model = make_model()
+    model = Silent(model.inputs[0], model.outputs[0])
+    trainer = Trainer(model, "sgd", "mse", accumulation=TWO, **QUICKEST)
+    assert "loss" not in trainer.fit(X, Y, verbose=0).history
+    expected = np.square(model.predict(X, verbose=0) - Y).mean()
+    found = trainer.evaluate(X, Y, verbose=0)
+    assert found == pytest.approx(2.0 * expected, rel=1e-5)
+
+
+class ReadsMetrics(keras.callbacks.Callback):
+    """Keeps what the model's first metric tells beside what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.pairs = []
+
+    def on_train_batch_end(self, batch, logs):
+        self.pairs.append((self.model.metrics[0].result(), logs["loss"]))
+
+
+@pytest.mark.parametrize("is_inside", [False, True], ids=["trainer", "fit"])
+def test_metric_of_the_loss_tells_it(is_inside):
+    model, callback = make_model(), ReadsMetrics()
+    if is_inside:
+        model.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=False)
+        callbacks = [GradientAccumulation(steps=2)]
+        model.fit(X, Y, 2, callbacks=[*callbacks, callback], verbose=0)
+        callback.pairs = callback.pairs[1::2]  # amid an update it lags
+    else:
+        optimizer = keras.optimizers.SGD(0.01)
+        trainer = Trainer(model, optimizer, "mse", accumulation=TWO, **QUICKEST)
+        trainer.fit(X, Y, batch_size=4, callbacks=[callback], verbose=0)
+    told, logged = np.array([list(map(float, p)) for p in callback.pairs]).T
+    np.testing.assert_allclose(told, logged, rtol=1e-6)
+    assert len(set(logged)) > 1
 
 
 class Errors(keras.metrics.Metric):
