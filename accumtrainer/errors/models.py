@@ -282,13 +282,6 @@ NOTHING_TO_TRAIN = (
     "set layer.trainable = True before."
 )
 
-HAND_MADE_LOSS_SCALE_OPTIMIZER = (
-    "optimizer must not scale the loss itself, or it would be scaled twice. "
-    "Received: a LossScaleOptimizer. Give its inner optimizer, and its "
-    "settings as Trainer(loss_scale=LossScale(initial=..., "
-    "growth_interval=...))."
-)
-
 OVERRIDDEN_LOSS_SCALING = (
     "optimizer must not scale the loss itself. Received: {optimizer}, which "
     "overrides scale_loss. Leave the override out, and use "

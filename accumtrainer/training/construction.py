@@ -202,22 +202,21 @@ def compile_by_itself(
 def resolve_optimizer(
     model: Model, optimizer: Any
 ) -> tuple[Optimizer, LossScale | None]:
-    """Find the optimizer, and the loss scale Keras may have given it.
+    """Find the optimizer, and the loss scale that goes with it.
 
     Args:
         model: what it trains.
         optimizer: what the user gave, or `None` for the compiled one.
 
     Returns:
-        The optimizer, bare; and `None` where it had no loss scaling around it.
+        The optimizer, bare; and `None` where no `LossScaleOptimizer` was
+        around it.
 
     Raises:
         ValueError: there is none, or it accumulates or scales by itself, or
             Keras cannot use it rightly with this model.
     """
     refuse_other_keras("optimizer", optimizer)
-    scaling = keras.optimizers.LossScaleOptimizer
-    loss_scale = None
     if optimizer is None:
         if not model.compiled or model.optimizer is None:
             raise ValueError(
@@ -226,12 +225,11 @@ def resolve_optimizer(
                 "Trainer(model, optimizer='adam', ...)."
             )
         optimizer = model.optimizer
-        if isinstance(optimizer, scaling):
-            loss_scale = _carried_loss_scale(optimizer)
-            optimizer = optimizer.inner_optimizer
     optimizer = _get(keras.optimizers.get, "optimizer", optimizer, "'adam'")
-    if isinstance(optimizer, scaling):
-        raise ValueError(errors.HAND_MADE_LOSS_SCALE_OPTIMIZER)
+    loss_scale = None
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        loss_scale = _carried_loss_scale(optimizer)
+        optimizer = optimizer.inner_optimizer
     for member in optimizers_of(optimizer)[1]:
         steps = getattr(member, "gradient_accumulation_steps", None)
         if steps:
@@ -293,7 +291,7 @@ def resolve_loss_scale(
     Args:
         model: what is trained.
         loss_scale: `"auto"`, `LossScale`, `None` or `False`.
-        carried: that of a compiled model's optimizer.
+        carried: that of a `LossScaleOptimizer`.
     """
     if loss_scale is None or loss_scale is False:
         return None

@@ -36,9 +36,9 @@ def own_step(step):
     return model
 
 
-def scaling_optimizer():
+def scaling_optimizer(inner=None):
     return keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.SGD(0.1), initial_scale=8.0
+        inner or keras.optimizers.SGD(0.1), initial_scale=8.0
     )
 
 
@@ -130,8 +130,8 @@ CONSTRUCTOR = [
         "Trainer(accumulation=4)",
     ),
     row(
-        "hand-made-loss-scale-optimizer",
-        lambda: {"optimizer": scaling_optimizer()},
+        "loss-scale-optimizer-around-another",
+        lambda: {"optimizer": scaling_optimizer(scaling_optimizer())},
         ValueError,
         "optimizer must not scale the loss itself",
         "LossScaleOptimizer",

@@ -292,15 +292,20 @@ def test_compiled_float16_model_just_works():
     assert all(applied.column("applied"))
 
 
-def test_settings_of_a_compiled_loss_scale_optimizer_are_carried_over():
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_settings_of_a_loss_scale_optimizer_are_carried_over(is_compiled):
     model = make_model()
     optimizer = keras.optimizers.LossScaleOptimizer(
         keras.optimizers.SGD(0.01), initial_scale=16.0, dynamic_growth_steps=2
     )
-    model.compile(optimizer=optimizer, loss="mse")
+    how = {"optimizer": optimizer, "loss": "mse"}
+    if is_compiled:
+        model.compile(**how)
+        how = {}
     applied = Applied()
-    trainer = Trainer(model, accumulation=K, callbacks=[applied])
+    trainer = Trainer(model, **how, accumulation=K, callbacks=[applied])
     fit(trainer)
+    assert trainer.optimizer is optimizer.inner_optimizer
     assert trainer.loss_scale.initial == 16.0
     assert trainer.loss_scale.growth_interval == 2
     assert applied.column("loss_scale") == [16.0, 16.0, 32.0, 32.0]
