@@ -19,16 +19,12 @@ which every `fit` begins with, is where what an error has left is put back; see
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import replace
 from typing import Any, Literal
 
 from accumtrainer import errors
 from accumtrainer.config import Accumulation, LossScale
 from accumtrainer.data.batches import Batch, Window, count_samples
-from accumtrainer.diagnosis.bare_losses import check_bare_losses
 from accumtrainer.diagnosis.moving_state import notes_of_state
-from accumtrainer.diagnosis.trials import Trials
-from accumtrainer.diagnosis.verdicts import LossTrial
 from accumtrainer.inside_fit.carried_scale import CarriedScale, as_number
 from accumtrainer.inside_fit.fit_logs import late_logs
 from accumtrainer.inside_fit.fit_state import make_fit_state
@@ -45,12 +41,12 @@ from accumtrainer.training.construction import (
     resolve_optimizer,
 )
 from accumtrainer.training.counting import Counting
+from accumtrainer.training.examining import Examiner
 from accumtrainer.training.other_trainers import WITHIN_FIT, refuse_arguments
 from accumtrainer.window.hooks import (
     HookContext,
     Hooks,
 )
-from accumtrainer.window.losses import WeightedLoss
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.program import WindowProgram
 from accumtrainer.window.state import Scratch, TrainingState
@@ -140,7 +136,11 @@ class FitAccumulator(Hooks):
         self._train_function = self._fit_state.make_train_function(self._run)
         self._program: Any = None
         self._step: Any = None
-        self._checked_losses: list[Any] = []
+        self._examiner = Examiner(
+            self._parts,
+            self._backend.write_back,
+            run_eagerly=model.run_eagerly,
+        )
         self._kind: Hashable = None
 
     # What a callback calls, in this order.
@@ -405,7 +405,12 @@ class FitAccumulator(Hooks):
         program = self._program or WindowProgram(self._parts)
         program.learn(batch)
         self._can_stream = program.can_stream
-        self._check_bare_losses(program.survey.losses, batch)
+        if self.accumulation.steps != 1:
+            self._examiner.check_bare_losses(
+                program.survey.losses,
+                lambda: Window(None, (batch,), (count_samples(batch),)),
+                owner=self._owner,
+            )
         if self._program is None:
             self._begin(program)
 
@@ -429,29 +434,6 @@ class FitAccumulator(Hooks):
         self._program = program
         self._trains = _identity(self.model)
         self._trainable = Trainable(self.model)
-
-    def _check_bare_losses(
-        self, losses: list[WeightedLoss], batch: Batch
-    ) -> None:
-        """Refuse what cannot be weighed; warn once of what is weighed wrongly.
-
-        Losses are others where data are of another structure.
-        """
-        is_checked = any(known is losses for known in self._checked_losses)
-        if is_checked or self.accumulation.steps == 1:
-            return
-
-        def find_trials() -> list[LossTrial]:
-            self._backend.write_back()
-            backend = make_backend(run_eagerly=self.model.run_eagerly)
-            trials = Trials(
-                replace(self._parts, backend=backend, loss_scale=None)
-            )
-            window = Window(None, (batch,), (count_samples(batch),))
-            return trials.judge_losses(window)
-
-        check_bare_losses(self._parts, losses, find_trials, owner=self._owner)
-        self._checked_losses.append(losses)
 
     def _build_model(self, batch: Batch) -> None:
         """Create what Keras creates when it first trains on a batch."""

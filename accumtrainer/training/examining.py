@@ -22,8 +22,8 @@ class Examiner:
     Args:
         parts: whose windows they are.
         make_current: makes the model's variables current.
-        jit_compile: whether XLA compiles.
         run_eagerly: whether everything runs as plain Python.
+        jit_compile: whether XLA compiles what is tried.
     """
 
     def __init__(
@@ -31,8 +31,8 @@ class Examiner:
         parts: WindowParts,
         make_current: Callable[[], None],
         *,
-        jit_compile: bool | Literal["auto"],
         run_eagerly: bool,
+        jit_compile: bool | Literal["auto"] = "auto",
     ):
         self._parts = parts
         self._make_current = make_current
@@ -46,6 +46,7 @@ class Examiner:
         make_window: Callable[[], Window],
         *,
         warns: bool = True,
+        owner: str = "Trainer",
     ) -> None:
         """Refuse what cannot be weighed; warn once of what is weighed wrongly.
 
@@ -55,6 +56,7 @@ class Examiner:
             losses: those of the window.
             make_window: returns it as it is cut.
             warns: whether to warn.
+            owner: what users give arguments to.
         """
         is_known = any(known is losses for known in self._known_losses)
         is_stated = context_of(self._parts.hooks).denominator is not None
@@ -67,7 +69,7 @@ class Examiner:
             self._make_current()
             return self._trials().judge_losses(make_window())
 
-        check_bare_losses(self._parts, losses, find_trials)
+        check_bare_losses(self._parts, losses, find_trials, owner=owner)
         self._known_losses.append(losses)
 
     def compare(
