@@ -359,7 +359,7 @@ class Engine:
         """Compare a window with the big batch; see the Trainer's method."""
         self.prepare(window, warns=False)
         return self._examiner.compare(
-            window, whole, tolerance, compiles=self._plan.jit_compile
+            window, whole, tolerance, jit_compile=self._plan.jit_compile
         )
 
     def _plan_of(self, snapshot: Snapshot | None) -> Plan | None:

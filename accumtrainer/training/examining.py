@@ -73,7 +73,12 @@ class Examiner:
         self._known_losses.append(losses)
 
     def compare(
-        self, window: Window, whole: Window, tolerance: float, *, compiles: bool
+        self,
+        window: Window,
+        whole: Window,
+        tolerance: float,
+        *,
+        jit_compile: bool,
     ) -> Equivalence:
         """Compare a window with the big batch.
 
@@ -81,13 +86,13 @@ class Examiner:
             window: of micro-batches.
             whole: the same samples as one.
             tolerance: see `Trainer.check_equivalence`.
-            compiles: whether XLA compiles windows.
+            jit_compile: whether XLA compiles windows.
         """
         self._make_current()
         check = EquivalenceCheck(
             self._parts_aside(),
             self._trials(),
-            jit_compile=compiles,
+            jit_compile=jit_compile,
             tolerance=tolerance,
         )
         return check.run(window, whole)

@@ -13,12 +13,7 @@ from typing import Any, Literal
 
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch
-from accumtrainer.keras_api import (
-    call_predict_step,
-    ops,
-    overrides,
-    tree,
-)
+from accumtrainer.keras_api import call_predict_step, ops, overrides, tree
 from accumtrainer.keras_api.types import Nest, Tensor
 from accumtrainer.window.losses import (
     BareLoss,
