@@ -1,16 +1,17 @@
 # A fresh machine needs Python 3.11 to 3.13 with venv, and make.
 #
 #   make demo     train the digits example
-#   make test     run the tests, their cases divided among the backends, then
-#                 what holds with Keras Core too, and then the tests that come
-#                 with Keras for its own training and callbacks, through a
-#                 Trainer, divided as well; last the examples in docstrings. On
-#                 TensorFlow, JAX and, where it is installed in .venv, PyTorch;
-#                 for all three
+#   make test     run every test on one of the backends, with one in three of
+#                 its cases (ONE_IN=1 for all); then what holds with Keras Core
+#                 too, and then the tests that come with Keras for its own
+#                 training and callbacks, through a Trainer, divided as well;
+#                 last the examples in docstrings. On TensorFlow, JAX and, where
+#                 it is installed in .venv, PyTorch; for all three
 #                 make test BACKENDS="tensorflow jax torch"
 #   make test-keras_own-jax  those of Keras alone; what may fail, and why, is in
 #                 tests/keras_own_tests/may_fail.py
-#   make test-everything  the same, with every case on every backend
+#   make test-everything  the same, with every case of every test on every
+#                 backend: before a release
 #   make test-python3.12  the same with that Python, and the newest versions of
 #                 everything, in .venv-3.12, without PyTorch; make test-pythons
 #                 with each Python from 3.11 to 3.13 that is on the PATH or among
@@ -52,6 +53,8 @@ KILLS ?= 200
 CASES ?= 2000
 PROCESSES ?= 1
 SEED ?= 0
+# One in how many cases of a test runs at a commit.
+ONE_IN ?= 3
 
 # A backend chosen in the environment is the only one that is tested.
 ifneq ($(KERAS_BACKEND),)
@@ -86,16 +89,16 @@ if_installed = $(BIN)/python -c 'import importlib.util as u, sys; \
 # One backend at a time, none has any to leave to others.
 test-everything:
 	for backend in $(BACKENDS); do \
-		$(MAKE) test BACKENDS=$$backend || exit 1; \
+		$(MAKE) test BACKENDS=$$backend ONE_IN=1 || exit 1; \
 	done
 
 # The tests of a file on one worker make what they share once. In the order of
 # their names, the files that take longest are not the last.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
-# What need not run on every backend, above all the cases of a test, is divided
-# among them, in another way at every commit (tests/support/divided.py).
-DIVIDED := TESTED_BACKENDS="$(BACKENDS)" \
+# A test runs on one of the backends with some of its cases, on another and with
+# others at every commit (tests/support/divided.py).
+DIVIDED := TESTED_BACKENDS="$(BACKENDS)" TESTED_ONE_IN="$(ONE_IN)" \
 	TESTED_COMMIT="$(shell git rev-parse HEAD 2>/dev/null)"
 
 $(TESTS): test-%: $(INSTALLED)

@@ -30,7 +30,7 @@ import hypothesis
 import numpy as np
 import pytest
 import tracing
-from divided import leave_to_others, tested_backends
+from divided import leave_to_later, leave_to_others, tested_backends
 
 BACKEND = os.environ["KERAS_BACKEND"]
 KERAS_NAME = os.environ.get("ACCUMTRAINER_KERAS", "keras")
@@ -43,28 +43,41 @@ if KERAS_NAME == "keras_core":
 else:
 
     def pytest_collection_modifyitems(config, items):
-        """Order the tests, and leave out what other backends run.
+        """Order the tests, and choose those of this commit and backend.
 
         What takes long and would come last runs first: otherwise one of two
         workers waits for the other in the end.
         """
         late = ("test_window.py", "test_window_loss.py")
         items.sort(key=lambda item: item.path.name not in late)
-        leave_to_others(config, items, group_of, BACKEND)
+        leave_to_later(config, items, sampled_test_of)
+        leave_to_others(config, items, divided_test_of, BACKEND)
 
 
-def group_of(item):
-    """Say with what else a test is divided among the backends.
+def test_of(item):
+    """Give the name of the test of which an item is a case."""
+    return item.nodeid.partition("[")[0]
 
-    Cases are divided with the others of their test, and what is marked
-    `any_backend` even alone. What some backends skip runs on all others.
+
+def sampled_test_of(item):
+    """Give an item's test where a few of its cases are enough at a commit.
+
+    What is marked `any_backend` asks little time, or each case is a claim.
+    """
+    return None if item.get_closest_marker("any_backend") else test_of(item)
+
+
+def divided_test_of(item):
+    """Give an item's test where one backend is enough for each of its cases.
+
+    What some backends skip runs on all others, and what is about backends on
+    each.
     """
     is_any = item.get_closest_marker("any_backend")
-    if item.get_closest_marker("skipif"):
+    is_own = item.path.parent.name == "steps" and not is_any
+    if item.get_closest_marker("skipif") or is_own:
         return None
-    if hasattr(item, "callspec") or is_any:
-        return item.nodeid.partition("[")[0]
-    return None
+    return test_of(item)
 
 
 # The first example of a test may compile, which no deadline foresees; and a
@@ -187,7 +200,10 @@ def pytest_report_header():
     lines = [f"KERAS_BACKEND={BACKEND}: {versions}"]
     others = [name for name in tested_backends(BACKEND) if name != BACKEND]
     if others:
-        lines.append(f"Cases that {', '.join(others)} run are left to them.")
+        lines.append(f"What {', '.join(others)} run is left to them.")
+    one_in = os.environ.get("TESTED_ONE_IN", "1")
+    if one_in != "1":
+        lines.append(f"Of a test's cases one in {one_in} runs at a commit.")
     return lines
 
 

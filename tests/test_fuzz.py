@@ -7,7 +7,7 @@ import pytest
 from fuzz.programs import case_of
 from fuzz.run import run
 
-CASES = 120
+CASES = 360
 
 
 @pytest.mark.parametrize("seed", range(CASES))

@@ -33,7 +33,7 @@ os.environ.setdefault("XLA_FLAGS", quick_flags())
 
 import keras
 import pytest
-from divided import leave_to_others
+from divided import keep, leave_to_others, sample
 from may_fail import MAY_FAIL, WRITTEN_FOR
 
 from accumtrainer import Accumulation, Trainer
@@ -180,10 +180,15 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(mark)
     if not config.getoption("keyword"):
         check_all_found(concerned, found, items)
+    keep(config, items, {i.nodeid for i in items if runs_so(i, is_cut)})
     # The tests of a file are divided among the backends.
-    leave_to_others(
-        config, items, lambda item: f"{item.path.name} {is_cut}", BACKEND
-    )
+    leave_to_others(config, items, lambda item: item.path.name, BACKEND)
+
+
+def runs_so(item, is_cut):
+    """Say whether a test runs at this commit with batches cut, or whole."""
+    ways = [f"{item.nodeid} {way}" for way in ("whole", "cut")]
+    return ways[is_cut] in sample(ways)
 
 
 def check_all_found(entries, found, items):

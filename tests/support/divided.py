@@ -1,13 +1,29 @@
-"""Divide among the backends the tests that need not run on each of them.
+"""Choose what of the tests runs at a commit, and divide it among the backends.
 
-`make test` says which backends it tests and which commit. Who leaves what to
-the others is drawn anew with every commit, so that in a few of them every case
-has run on every backend. pytest alone runs all, as does `make test-everything`.
+`make test` says which backends it tests, which commit, and one in how many of
+a test's cases it wants. What runs, and who leaves what to the others, is drawn
+anew with every commit, so that with the commits every case runs on every
+backend. pytest alone runs all, as does `make test-everything`.
 """
 
+import hashlib
 import importlib.util
+import math
 import os
-import zlib
+
+
+def leave_to_later(config, items, test_of):
+    """Take out of a run the cases of tests that other commits run.
+
+    Args:
+        config: the configuration of pytest.
+        items: list of what pytest has collected; changes in place.
+        test_of: callable, gives the test of which an item is a case, a str,
+            or None where the item runs at every commit.
+    """
+    groups = group(items, test_of)
+    kept = set(groups.pop(None, ())).union(*map(sample, groups.values()))
+    keep(config, items, kept)
 
 
 def leave_to_others(config, items, group_of, backend):
@@ -20,22 +36,43 @@ def leave_to_others(config, items, group_of, backend):
             or None where every backend runs the item.
         backend: str, name of the backend that runs these.
     """
+    groups = group(items, group_of)
+    kept = set(groups.pop(None, ()))
+    for name, parts in groups.items():
+        kept |= share(parts, name, backend, tested_backends(backend))
+    keep(config, items, kept)
+
+
+def group(items, group_of):
+    """Give the names of the items of every group."""
     groups = {}
     for item in items:
         groups.setdefault(group_of(item), []).append(item.nodeid)
-    kept = set(groups.pop(None, ()))
-    for group, names in groups.items():
-        kept |= share(names, group, backend, tested_backends(backend))
+    return groups
+
+
+def keep(config, items, names):
+    """Take all others out of a run, and have pytest count them."""
     config.hook.pytest_deselected(
-        items=[item for item in items if item.nodeid not in kept]
+        items=[item for item in items if item.nodeid not in names]
     )
-    items[:] = [item for item in items if item.nodeid in kept]
+    items[:] = [item for item in items if item.nodeid in names]
 
 
 def tested_backends(backend):
     """List the backends that are tested together, where they are installed."""
     names = os.environ.get("TESTED_BACKENDS", backend).split()
     return [name for name in names if importlib.util.find_spec(name)]
+
+
+def sample(names):
+    """Draw as many of the names as run at a commit, at least one.
+
+    Returns:
+        set of str.
+    """
+    one_in = int(os.environ.get("TESTED_ONE_IN", "1"))
+    return set(sorted(names, key=draw)[: math.ceil(len(names) / one_in)])
 
 
 def share(names, group, backend, backends):
@@ -60,4 +97,5 @@ def share(names, group, backend, backends):
 def draw(name):
     """Draw a number for a name, another one with every commit."""
     commit = os.environ.get("TESTED_COMMIT", "")
-    return zlib.crc32(f"{commit} {name}".encode())
+    digest = hashlib.sha256(f"{commit} {name}".encode()).digest()
+    return int.from_bytes(digest[:8])

@@ -6,7 +6,7 @@ import re
 from rich.console import Console
 
 from accumtrainer.keras_api import keras
-from accumtrainer.observers.callback import Dispatcher
+from accumtrainer.observers.dispatcher import Dispatcher
 from accumtrainer.observers.logs import Logs
 from accumtrainer.observers.progress_bar import ProgressBar
 

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from divided import leave_to_others, share
+from divided import leave_to_later, leave_to_others, sample, share
 
 BACKENDS = ["tensorflow", "jax", "torch"]
 CASES = [f"test_sum[{number}]" for number in range(11)]
@@ -38,20 +38,49 @@ def test_every_case_comes_to_every_backend_with_the_commits(monkeypatch):
     assert len(seen) == len(BACKENDS) * len(CASES)
 
 
-def test_what_has_no_group_runs_everywhere(monkeypatch):
-    monkeypatch.setenv("TESTED_BACKENDS", "tensorflow jax")
+def choose(choice, *args):
+    """Have one of the functions choose among a test alone and the cases."""
     told = []
     hook = SimpleNamespace(pytest_deselected=lambda items: told.extend(items))
     items = [SimpleNamespace(nodeid=name) for name in ["test_alone", *CASES]]
-    leave_to_others(
+    choice(
         SimpleNamespace(hook=hook),
         items,
         lambda item: "test_sum" if "[" in item.nodeid else None,
-        "jax",
+        *args,
     )
-    assert items[0].nodeid == "test_alone"
-    assert len(items) in (6, 7)
     assert len(items) + len(told) == 12
+    return [item.nodeid for item in items]
+
+
+def test_what_has_no_group_runs_everywhere(monkeypatch):
+    monkeypatch.setenv("TESTED_BACKENDS", "tensorflow jax")
+    chosen = choose(leave_to_others, "jax")
+    assert chosen[0] == "test_alone"
+    assert len(chosen) in (6, 7)
+
+
+def test_some_cases_of_a_test_run_at_a_commit(monkeypatch):
+    monkeypatch.setenv("TESTED_ONE_IN", "3")
+    chosen = choose(leave_to_later)
+    assert chosen[0] == "test_alone"
+    assert len(chosen) == 1 + 4
+
+
+def test_all_cases_run_where_no_number_is_given(monkeypatch):
+    monkeypatch.delenv("TESTED_ONE_IN", raising=False)
+    assert choose(leave_to_later) == ["test_alone", *CASES]
+
+
+def test_at_least_one_case_runs_and_each_with_the_commits(monkeypatch):
+    monkeypatch.setenv("TESTED_ONE_IN", "3")
+    seen = set()
+    for commit in range(20):
+        monkeypatch.setenv("TESTED_COMMIT", str(commit))
+        some = sample(CASES[:2])
+        assert len(some) == 1
+        seen |= some
+    assert seen == set(CASES[:2])
 
 
 def test_backend_alone_runs_everything():
