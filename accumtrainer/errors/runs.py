@@ -52,11 +52,12 @@ MANY_SHAPES = (
 
 MANY_CHANGES = (
     "What layers, losses, optimizers and hooks are made of should stay from "
-    "call to call, because PyTorch's windows are recorded anew where it has "
-    "changed, which takes many times as long as an update. Received: {what}, "
-    "changed before four calls in a row. Keep what windows do not need, as "
-    "counters and histories, in an object that no layer, loss or hook holds. "
-    "This is said once for each time that it begins."
+    "window to window, because PyTorch's windows are recorded, and where it "
+    "changes all the time they run operation by operation instead, which is "
+    "slower. Received: {what}, changed four times, every few windows. Keep "
+    "what windows do not need, as counters and histories, in an object that no "
+    "layer, loss or hook holds, and what they need, as a weight of a loss, in "
+    "a variable. This is said once for each time that it begins."
 )
 
 MANY_SHAPES_XLA = (

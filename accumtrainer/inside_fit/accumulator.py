@@ -34,6 +34,7 @@ from accumtrainer.keras_api import compiled_arguments, keras
 from accumtrainer.keras_api.types import Model, Nest
 from accumtrainer.progress import Progress
 from accumtrainer.steps import Step, choose_plan, make_backend
+from accumtrainer.steps.looks import Followed, Looks
 from accumtrainer.steps.report import Report
 from accumtrainer.training.construction import (
     check_options,
@@ -104,6 +105,7 @@ class FitAccumulator(Hooks):
         """Make what depends on how the model is compiled."""
         model, denominator = self.model, self._options["denominator"]
         self._backend = make_backend(run_eagerly=model.run_eagerly)
+        self._followed = self._backend.followed = Followed(self._look)
         check_fit(model, self._backend)
         check_options(
             denominator=denominator,
@@ -192,6 +194,7 @@ class FitAccumulator(Hooks):
             self._groups_per_epoch = math.ceil(
                 batches_per_epoch / self.model.steps_per_execution
             )
+        self._followed.expect_changes()
         self._begun = time.monotonic() - self._counting.progress_at_most.seconds
         self._take_over()
 
@@ -256,6 +259,7 @@ class FitAccumulator(Hooks):
         self._scale.give()
         self._counting.add_epoch()
         self._counting.check_skips()
+        self._followed.expect_changes()
 
     def uninstall(self) -> None:
         """Put back what `install` has changed, unless others have since."""
@@ -311,9 +315,10 @@ class FitAccumulator(Hooks):
         return self._logs
 
     def _follow_model(self) -> None:
-        """Turn to what is trainable by now, where Keras's own step would.
+        """Turn to what the model is by now, where Keras's own step would.
 
-        One that `fit` has compiled keeps to what was trainable at first.
+        One that `fit` has compiled keeps to what was trainable at first. What
+        else than that has changed, the next epoch sees.
 
         Raises:
             ValueError: that has changed amid a window.
@@ -321,12 +326,18 @@ class FitAccumulator(Hooks):
         is_compiled = self._backend.fit_compiles and not self.model.run_eagerly
         if is_compiled or self._program is None:
             return
-        if not self._trainable.differs_from(self.model):
+        if self._trainable.differs_from(self.model):
+            if self._waiting:
+                message = errors.FROZEN_AMID_WINDOW
+                raise ValueError(message.format(batches=self._waiting))
+        elif not self._followed.has_been_changed():
             return
-        if self._waiting:
-            message = errors.FROZEN_AMID_WINDOW
-            raise ValueError(message.format(batches=self._waiting))
         self._program = self._kind = None
+        self._followed = self._backend.followed = self._followed.anew()
+
+    def _look(self) -> Looks:
+        """Note what windows are made of."""
+        return self._backend.looks_of(self.model, [])
 
     def _turn_to(self, kind: Hashable, group: Group) -> None:
         """Get ready for batches of a kind, as a group has some.
@@ -392,6 +403,7 @@ class FitAccumulator(Hooks):
 
     def _note(self, report: Report) -> None:
         self._counting.add_window()
+        self._followed.pace.note_window()
         self._logs = late_logs(report)
 
     # Parts.

@@ -14,8 +14,10 @@ PLAIN = (int, float, str, np.generic)
 """Of what is equal nobody can tell which one it is."""
 
 MANY_CHANGES = 4
-"""So many calls in a row before which something has changed are worth a
-warning."""
+"""After so many in a row, each after few windows, nothing is recorded for."""
+
+FEW_WINDOWS = 20
+"""For so few it takes longer to record a window than that then saves."""
 
 
 class Looks:
@@ -64,20 +66,21 @@ class Followed:
 
     Args:
         look: notes what programs are made from by now.
-        changes: before how many calls in a row something has changed.
+        pace: how often that has changed.
     """
 
-    def __init__(self, look: Callable[[], Looks], changes: int = 0):
+    def __init__(self, look: Callable[[], Looks], pace: "Pace | None" = None):
         self._look = look
-        self._changes = changes
+        self.pace = pace or Pace()
         self._last: Looks | None = None
         self._is_recorded = False
         self._outdated_by: str | None = None
         self._has_run = False
+        self._is_expecting = False
 
     def anew(self) -> "Followed":
         """Make one for programs that are yet to be made."""
-        return Followed(self._look, self._changes)
+        return Followed(self._look, self.pace)
 
     @contextlib.contextmanager
     def trying(self) -> Iterator[None]:
@@ -108,14 +111,20 @@ class Followed:
     def has_changed(self) -> bool:
         """Whether programs were made from something else.
 
-        Where that comes again and again, a warning says what it is.
+        Or run operation by operation, which they need not any more.
         """
-        change = self._change()
-        self._changes = 0 if change is None else self._changes + 1
-        if self._changes == MANY_CHANGES:
-            message = errors.MANY_CHANGES.format(what=change)
-            warnings.warn(message, stacklevel=2)
-        return change is not None
+        return self.pace.note(self._change())
+
+    def expect_changes(self) -> None:
+        """Note what there is, as others may change that next."""
+        if self._has_run:
+            self.settle()
+        self._is_expecting = True
+
+    def has_been_changed(self) -> bool:
+        """Whether others have changed that, where they could."""
+        is_expecting, self._is_expecting = self._is_expecting, False
+        return is_expecting and self.has_changed()
 
     def _change(self) -> str | None:
         """Describe what has changed since programs were made, if anything."""
@@ -127,3 +136,45 @@ class Followed:
         """Note whether an earlier program lacks what has changed since."""
         if self._is_recorded and not self._has_run:
             self._outdated_by = self._change()
+
+
+class Pace:
+    """How often what programs are made from changes.
+
+    Attributes:
+        is_fast: whether it changes so often that recording takes longer than
+            to run operation by operation, as Keras does.
+    """
+
+    def __init__(self) -> None:
+        self.is_fast = False
+        self._windows = 0
+        self._was_change = False
+        self._in_a_row = 0
+
+    def note_window(self) -> None:
+        """Note that a window runs."""
+        self._windows += 1
+
+    def note(self, change: str | None) -> bool:
+        """Note a change, or that there is none.
+
+        Where they come again and again, a warning says what it is.
+
+        Returns:
+            Whether programs are to be made anew.
+        """
+        is_change = change is not None
+        is_early = self._windows <= FEW_WINDOWS
+        if is_change:
+            self._windows = 0
+        goes_on = is_change is self._was_change and (is_early or not is_change)
+        self._in_a_row = self._in_a_row + 1 if goes_on else 1
+        self._was_change = is_change
+        if self._in_a_row < MANY_CHANGES or self.is_fast is is_change:
+            return is_change
+        self.is_fast = is_change
+        if is_change:
+            message = errors.MANY_CHANGES.format(what=change)
+            warnings.warn(message, stacklevel=3)
+        return True

@@ -18,7 +18,7 @@ from accumtrainer.diagnosis.equivalence import Equivalence
 from accumtrainer.diagnosis.inspection import Inspection
 from accumtrainer.diagnosis.range_test import RangeTest
 from accumtrainer.keras_api import keras
-from accumtrainer.observers.callback import Dispatcher
+from accumtrainer.observers.dispatcher import Dispatcher
 from accumtrainer.observers.logger import Logger, send_media
 from accumtrainer.observers.logs import Logs
 from accumtrainer.observers.progress_bar import make_progress_bar

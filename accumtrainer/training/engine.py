@@ -92,6 +92,7 @@ class Engine:
         self._trainable: Any = Trained(self._model) if is_built else None
         self._is_following = False
         self._was_shown = True
+        self._begins_epoch = False
         self._measures_gradients = False
         self._compiled = list(self._model.metrics)
 
@@ -249,16 +250,30 @@ class Engine:
         self._set_up()
 
     def follow_model_amid_fit(self) -> None:
-        """Turn to the weights that callbacks have chosen since."""
+        """Turn to what callbacks have made of the model since."""
         # Who was shown no weights has brought none; to list them takes time.
         may_differ = self._was_shown or self._trainable.is_outdated
         self._was_shown = False
         if may_differ and self._has_other_weights():
             self.follow_model()
+        elif self._has_been_changed():
+            self._turn_to_model()
         if self._program is None:
             self.prepare(
                 self._like, measures_gradients=self._measures_gradients
             )
+
+    def _has_been_changed(self) -> bool:
+        """Whether callbacks have changed what windows are made of."""
+        if self._backend.fit_compiles:  # then that does not count at once
+            return False
+        if self.replicas.processes == 1:
+            return self._followed.has_been_changed()
+        # Only as an epoch begins do all processes ask at once.
+        begins_epoch, self._begins_epoch = self._begins_epoch, False
+        return begins_epoch and self.replicas.any(
+            self._followed.has_been_changed()
+        )
 
     def prepare(
         self,
@@ -402,6 +417,7 @@ class Engine:
         """Begin an epoch's running means."""
         self.write_back()
         self._in_flight.clear()
+        self._begins_epoch = True
         self._program.variables.start_epoch(epoch)
 
     def run_window(self, window: Window) -> Report:
@@ -425,15 +441,22 @@ class Engine:
                     ) from None
         self.last_report, self.last_window = report, window
         self._like = window
+        self._followed.pace.note_window()
         if self._backend.runs_ahead:
             self._in_flight.add(report, window.size_bytes)
         self.counting.add_window()
         self.counting.check_skips_if_many()
         return report
 
-    def write_back(self) -> None:
-        """Make the model's variables current, for code that can look."""
+    def write_back(self, *, for_others: bool = False) -> None:
+        """Make the model's variables current, for code that can look.
+
+        Args:
+            for_others: whether that may change what windows are made of.
+        """
         self._was_shown = True
+        if for_others:
+            self._followed.expect_changes()
         self._backend.write_back()
 
     def waiting_for(self, windows: Iterable[Window]) -> Iterator[Window]:

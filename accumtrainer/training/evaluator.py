@@ -12,7 +12,7 @@ from accumtrainer.data.processes import items_of_all
 from accumtrainer.data.source import Source
 from accumtrainer.keras_api import check_feature, metric_names, tree
 from accumtrainer.keras_api.types import Nest
-from accumtrainer.observers.callback import Dispatcher
+from accumtrainer.observers.dispatcher import Dispatcher
 from accumtrainer.observers.logs import Logs
 from accumtrainer.steps import (
     Backend,

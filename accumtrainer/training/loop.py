@@ -13,7 +13,7 @@ from accumtrainer.data.batches import Window, window_of_batches
 from accumtrainer.data.position import Position
 from accumtrainer.data.source import Source, groups
 from accumtrainer.keras_api import take_initial_epoch
-from accumtrainer.observers.callback import Dispatcher
+from accumtrainer.observers.dispatcher import Dispatcher
 from accumtrainer.observers.logs import Logs
 from accumtrainer.progress import Progress
 from accumtrainer.saving.callback_state import CallbackStates

@@ -12,7 +12,7 @@ from typing import Any
 from accumtrainer.data.source import Source
 from accumtrainer.keras_api import keras, overrides
 from accumtrainer.keras_api.types import Model, Nest, Variable
-from accumtrainer.observers.callback import Dispatcher
+from accumtrainer.observers.dispatcher import Dispatcher
 from accumtrainer.observers.logs import Logs
 from accumtrainer.window.hooks import Hooks
 from accumtrainer.window.objective import metric_variables

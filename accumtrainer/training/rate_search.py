@@ -10,7 +10,8 @@ import numpy as np
 from accumtrainer.checks import require_count, require_number
 from accumtrainer.data.preprocessing import Preprocessing
 from accumtrainer.diagnosis.range_test import End, RangeTest
-from accumtrainer.observers.callback import Callback, Dispatcher
+from accumtrainer.observers.callback import Callback
+from accumtrainer.observers.dispatcher import Dispatcher
 from accumtrainer.saving.resume import take_snapshot
 from accumtrainer.training.engine import Engine
 from accumtrainer.training.fit_data import FitData

@@ -7,7 +7,8 @@ import pytest
 from watching import Fetch
 
 from accumtrainer.keras_api import keras
-from accumtrainer.observers.callback import HOOKS, Callback, Dispatcher
+from accumtrainer.observers.callback import HOOKS, Callback
+from accumtrainer.observers.dispatcher import Dispatcher
 from accumtrainer.observers.logs import Logs
 
 pytestmark = pytest.mark.any_backend

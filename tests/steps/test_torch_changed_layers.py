@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from accumtrainer import Accumulation, Trainer
+from accumtrainer.callbacks import GradientAccumulation
 from accumtrainer.keras_api import BACKEND, keras
 
 if BACKEND != "torch":
@@ -15,6 +16,8 @@ if BACKEND != "torch":
 import torch
 from recorded import note_graphs
 from samples import HOW, X, Y
+
+from accumtrainer.steps.torch.backend import TorchBackend
 
 layers = keras.layers
 
@@ -70,12 +73,12 @@ def make_model():
     return model, module
 
 
-def make_trainer(model, **options):
+def make_trainer(model, micro_batch_size=4, **options):
     return Trainer(
         model,
         optimizer=keras.optimizers.SGD(0.1, momentum=0.5),
         loss=Scaled(),
-        accumulation=Accumulation(micro_batch_size=4),
+        accumulation=Accumulation(micro_batch_size=micro_batch_size),
         **options,
     )
 
@@ -189,6 +192,91 @@ def test_next_fit_runs_layers_as_they_are_by_then(change, run_eagerly):
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-4)
     for one, other in zip(found[1], expected[1], strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+class Changing(keras.callbacks.Callback):
+    """Changes a model once, as a hook is called for the second time."""
+
+    def __init__(self, hook, change):
+        super().__init__()
+        setattr(self, hook, self.count)
+        self.calls, self.change = 0, change or (lambda: None)
+
+    def count(self, index, logs=None):
+        self.calls += 1
+        if self.calls == 2:
+            self.change()
+
+
+HOOKS = [
+    *("on_train_batch_begin", "on_train_batch_end"),
+    *("on_epoch_begin", "on_epoch_end"),
+]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_fit_goes_on_with_what_a_callback_makes_of_layers(change, hook):
+    def train(fit, model, module):
+        changing = Changing(hook, lambda: change(model, module))
+        how = {"batch_size": 4, "epochs": 3, "shuffle": False, "verbose": 0}
+        logs = fit(X[:8], Y[:8], callbacks=[changing], **how).history["loss"]
+        return logs, model.get_weights()
+
+    model, module = make_model()
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.5), Scaled())
+    expected = train(model.fit, model, module)
+    model, module = make_model()
+    is_coupled = change is append_submodule  # normalizes what it is given
+    trainer = make_trainer(model, 4 if is_coupled else 2)
+    found = train(trainer.fit, model, module)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-4)
+    for one, other in zip(found[1], expected[1], strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("hook", ["on_epoch_begin", "on_epoch_end"])
+@pytest.mark.parametrize("change", [exchange_number, scale_loss, clip])
+def test_keras_s_fit_goes_on_in_the_next_epoch_with_what_changed(change, hook):
+    def train(size, *callbacks):
+        model, module = make_model()
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.5), Scaled())
+        changing = Changing(hook, lambda: change(model, module))
+        model.fit(
+            *(X[:8], Y[:8], size),
+            **{"epochs": 3, "shuffle": False, "verbose": 0},
+            callbacks=[*callbacks, changing],
+        )
+        return model.get_weights()
+
+    for one, other in zip(
+        train(2, GradientAccumulation(2)), train(4), strict=True
+    ):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_fit_looks_for_changes_only_after_code_that_could_make_some():
+    model, _ = make_model()
+    trainer = make_trainer(model)
+    with pytest.MonkeyPatch.context() as patch:
+        looked = []
+        look = TorchBackend.looks_of
+        patch.setattr(
+            TorchBackend,
+            "looks_of",
+            lambda *args: looked.append(args) or look(*args),
+        )
+
+        def looks(*callbacks):
+            how = {"batch_size": 4, "verbose": 0, "callbacks": callbacks}
+            trainer.fit(X[:8], Y[:8], **how)
+            looked.clear()
+            trainer.fit(X[:8], Y[:8], **how)
+            return len(looked)
+
+        alone = looks()
+        assert looks(keras.callbacks.TerminateOnNaN()) == alone
+        assert looks(Changing("on_train_batch_end", None)) > alone
 
 
 @pytest.mark.parametrize("change", [patch_forward, exchange_number])

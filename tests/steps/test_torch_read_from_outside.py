@@ -374,15 +374,56 @@ NOTES = {
 
 
 @pytest.mark.parametrize("what", NOTES)
-def test_a_warning_names_what_has_every_update_recorded(what):
+def test_what_changes_all_the_time_is_named_and_not_recorded(what, monkeypatch):
     experiment = Experiment()
     for _ in range(4):
         experiment.update(NOTES[what])
-    with pytest.warns(UserWarning, match=f"recorded anew.*Received: {what},"):
+    with pytest.warns(
+        UserWarning, match=f"operation by operation.*Received: {what},"
+    ):
         experiment.update(NOTES[what])
+    graphs = note_graphs(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is said once
         experiment.update(NOTES[what])
+        assert graphs == []
+        for _ in range(6):
+            experiment.update(lambda experiment: None)
+    assert len(graphs) == 1  # as it stays again
+
+
+def test_each_update_has_what_changes_all_the_time():
+    experiment, other = Experiment(), Experiment()
+    other.trainer.model.set_weights(experiment.trainer.model.get_weights())
+    other.trainer = Trainer(
+        other.trainer.model, "sgd", other.loss, run_eagerly=True
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for update in range(16):
+            for one in (experiment, other):
+                # Once it stays as it is, which has it recorded.
+                one.factor = 1.0 + 0.5 * min(update, 8)
+                one.trainer.train_on_batch(X, Y)
+    for one, expected in zip(
+        experiment.trainer.model.get_weights(),
+        other.trainer.model.get_weights(),
+        strict=True,
+    ):
+        np.testing.assert_allclose(one, expected, atol=1e-5)
+
+
+def test_epochs_of_many_updates_are_recorded_though_each_changes(monkeypatch):
+    experiment = Experiment()
+    graphs = note_graphs(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for epoch in range(6):
+            experiment.factor = float(epoch)
+            experiment.trainer.fit(
+                np.tile(X, (30, 1)), np.tile(Y, (30, 1)), **HOW
+            )
+    assert len(graphs) == 6
 
 
 def test_changes_now_and_then_are_not_warned_of():

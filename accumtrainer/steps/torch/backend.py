@@ -170,6 +170,8 @@ class TorchBackend(Backend):
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
+        if self.followed.pace.is_fast:
+            raise ValueError("what is recorded changes every few windows")
         if self._keeps_numbers:
             # What it makes of them reads no tensor, and would stay as it is.
             raise ValueError("a layer, loss or metric counts")
