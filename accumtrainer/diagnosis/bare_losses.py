@@ -11,7 +11,7 @@ from typing import Any
 from accumtrainer import errors
 from accumtrainer.diagnosis.verdicts import LossTrial
 from accumtrainer.window.hooks import context_of
-from accumtrainer.window.losses import WeightedLoss
+from accumtrainer.window.losses import ASSUMED, WeightedLoss
 from accumtrainer.window.parts import WindowParts
 
 
@@ -25,7 +25,8 @@ def check_bare_losses(
     """Refuse bare scalars where micro-batches must be weighed.
 
     Where the user has stated what they were averaged over, a trial that shows
-    otherwise is a warning.
+    otherwise is a warning. Activity regularizers are refused where a trial
+    shows that they do not add up over samples.
 
     Args:
         parts: whose windows are weighed.
@@ -35,7 +36,8 @@ def check_bare_losses(
         owner: what users give arguments to.
 
     Raises:
-        ValueError: there are some, and nobody has stated anything.
+        ValueError: there are some, and nobody has stated anything; or an
+            activity regularizer is no sum over samples.
     """
     bare = [i for i, loss in enumerate(losses) if loss.origin]
     if not bare or parts.combine != "exact":
@@ -45,10 +47,22 @@ def check_bare_losses(
         losses[i].origin: trials[i].verdict if trials else "unknown"
         for i in bare
     }
+    for origin in [o for o in verdicts if o.startswith(ASSUMED)]:
+        verdict = verdicts.pop(origin)
+        if verdict not in FINE:
+            raise ValueError(
+                errors.NO_SUM_OVER_SAMPLES.format(
+                    regularizer=origin,
+                    shown=COUPLES if verdict == "couples" else NO_SUM,
+                    combine=_combine(owner),
+                )
+            )
+    if not verdicts:
+        return
     stated = context_of(parts.hooks).denominator
     if stated is not None:
         for origin, verdict in verdicts.items():
-            if verdict not in ("right", "constant", "unknown"):
+            if verdict not in FINE:
                 warnings.warn(
                     errors.WRONG_DENOMINATOR.format(
                         stated=_stated(stated),
@@ -66,6 +80,11 @@ def check_bare_losses(
             remedy=_remedies(verdicts, owner),
         )
     )
+
+
+def _combine(owner: str) -> str:
+    """Say what takes `combine`."""
+    return "Accumulation" if owner == "Trainer" else owner
 
 
 def _stated(denominator: Any) -> str:
@@ -87,11 +106,18 @@ def _shown(verdicts: Mapping[str, str]) -> str:
     return f"A trial with some of the data shows that {', and '.join(shown)}. "
 
 
+FINE = ("right", "constant", "unknown")
+"""Verdicts that contradict nobody."""
+
+COUPLES = "it couples examples"
+NO_SUM = "it is no sum over samples"
+
 SHOWN = {
     "right": "is a mean over samples",
     "constant": "is the same whatever the data, as a penalty on weights is",
     "sum": "adds up over samples, so that it is no mean",
     "other": "is a mean over something else, such as tokens or weights",
+    "size": "adds up over examples, but is no mean over them",
     "couples": "couples examples, so that no denominator makes it exact",
     "mixes": (
         "either couples examples or is a mean over something else than samples"
@@ -111,6 +137,7 @@ REMEDIES = {
     "right": (_SAMPLES,),
     "constant": (_SAMPLES,),
     "other": (_FUNCTION,),
+    "size": (_HOOK,),
     "couples": (_WINDOW,),
     "mixes": (f"in the first case {_WINDOW}", f"in the second {_FUNCTION}"),
     "unknown": (
@@ -171,7 +198,7 @@ def _remedies(verdicts: Mapping[str, str], owner: str) -> str:
     is_trainer = owner == "Trainer"
     text = text.format(
         owner=owner,
-        combine="Accumulation" if is_trainer else owner,
+        combine=_combine(owner),
         use_window="use a WindowLossTrainer"
         if is_trainer
         else "train by a WindowLossTrainer instead of fit",

@@ -445,6 +445,11 @@ LOSSES = {
         "stated {stated:.3g} times. Return WeightedLoss(mean, "
         "denominator) with what the mean was divided by."
     ),
+    "size": (
+        "The loss adds up over samples, and is then divided by something else "
+        "that grows with them, as twice by their number. Divide it by their "
+        "number alone."
+    ),
     "couples": (
         "The loss couples examples: on two parts of the batch together it is "
         "no mean of what it is on each. Use a WindowLossTrainer, whose loss "

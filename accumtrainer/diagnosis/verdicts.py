@@ -29,15 +29,16 @@ Coupling may fail to show in one quadruple, where groups happen to be alike.
 """
 
 Verdict = Literal[
-    "right", "constant", "sum", "other", "couples", "mixes", "unknown"
+    "right", "constant", "sum", "other", "size", "couples", "mixes", "unknown"
 ]
 """What a trial says of a loss.
 
 `"right"`: it is what it says it is. `"constant"`: it depends on weights alone,
 and so is a mean over whatever it is weighed by. `"sum"`: it adds up over
 examples, and is no mean. `"other"`: a mean, but not over what it says.
-`"couples"`: it couples examples. `"mixes"`: one of these two. `"unknown"`:
-nobody can tell.
+`"size"`: it adds up over examples, and is then divided by something else that
+grows with them. `"couples"`: it couples examples. `"mixes"`: that or
+`"other"`. `"unknown"`: nobody can tell.
 """
 
 # How far, relative to the largest, values of a loss may be from adding up and
@@ -96,8 +97,8 @@ def _judge(values: LossValues, is_sum: bool, kind: str) -> LossTrial:
     # What is drawn could make a mean look like a sum.
     exactly = SIZES_AGREE_WITHIN["half" if kind == "half" else "float32"]
     sums_up = _adds_up(values.means, exactly)
+    counts_fit = is_sum or _adds_up(values.counts, within)
     if coupling <= ADDS_UP_WITHIN:
-        counts_fit = is_sum or _adds_up(values.counts, within)
         if counts_fit and _adds_up(values.totals, within):
             return LossTrial(verdict="right")
         if sums_up:
@@ -120,6 +121,9 @@ def _judge(values: LossValues, is_sum: bool, kind: str) -> LossTrial:
                     shown=ratios[0, 1],
                     stated=stated[0, 1],
                 )
+        elif coupling <= ADDS_UP_WITHIN and counts_fit:
+            if not _adds_up(values.totals, RATIOS_AGREE_WITHIN):
+                return LossTrial(verdict="size")
     if coupling <= FAILS_FROM["half" if kind == "half" else "float32"]:
         return LossTrial(verdict="unknown")
     return LossTrial(verdict="couples" if kind == "float32" else "mixes")

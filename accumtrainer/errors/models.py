@@ -117,6 +117,15 @@ BARE_LOSS = (
     "scalar from {origins}. {shown}{remedy}."
 )
 
+NO_SUM_OVER_SAMPLES = (
+    "An activity regularizer must return a sum over samples where an update "
+    "has several micro-batches, because Keras divides what it returns by the "
+    "batch size. Received: {regularizer}, and a trial with some of the data "
+    "shows that {shown}. Have it return such a sum, as keras.regularizers.L1 "
+    "and L2 do; or leave it out; or choose {combine}(combine='mean') for the "
+    "plain mean over micro-batches."
+)
+
 REDUCED_LOSS = "the loss {loss!r}, whose values are not one per example"
 
 WRONG_DENOMINATOR = (

@@ -29,6 +29,14 @@ from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
 from accumtrainer.layers import describe_layer
 from accumtrainer.window.reducing import reduces_examples
 
+regularizers = keras.regularizers
+
+SUMS_OF_SAMPLES = (regularizers.L1, regularizers.L2, regularizers.L1L2)
+"""Activity regularizers that add up over samples, as all of them should."""
+
+ASSUMED = "the activity regularizer of "
+"""How the origin of a loss begins that may be no such sum."""
+
 
 @dataclass(frozen=True)
 class WeightedLoss:
@@ -49,8 +57,8 @@ class WeightedLoss:
             in a dict of losses. Several may have one name; as in Keras, the
             last of them is then seen.
         origin: where a bare scalar comes from that says nothing about its
-            denominator, which is then stated by others, or guessed; `""`
-            where it is known.
+            denominator, which is then stated by others, or guessed, or an
+            activity regularizer that nobody knows; `""` where it is known.
 
     Examples:
         >>> loss = WeightedLoss(0.5, denominator=12.0)
@@ -326,7 +334,8 @@ def added_losses(
     """Collect what layers added to the loss in the last call of a model.
 
     Activity regularizers are means over samples where Keras divides them by
-    the batch size. A vector given to `add_loss` is summed by Keras. A scalar
+    the batch size, if they are sums; of Keras's L1 and L2 that is known. A
+    vector given to `add_loss` is summed by Keras. A scalar
     given to `add_loss` says nothing about what it was averaged over.
 
     Args:
@@ -335,35 +344,36 @@ def added_losses(
 
     Returns:
         Pair: list of `(kind, scalar tensor)` with kind `"activity"` or
-        `"sum"`, or of `("bare", BareLoss)`; and the weight regularization, a
-        scalar tensor, or `None` where there is none.
+        `"sum"`, or of `(kind, BareLoss)` where that is a guess or kind is
+        `"bare"`; and the weight regularization, a scalar tensor, or `None`
+        where there is none.
     """
     added, penalties = losses_of_layers(model)
     activity, kinds = set(map(id, of_activity)), []
     for loss in added:
-        kind = _added_kind(loss, id(loss) in activity)
         value = _as_scalar(loss)
-        if kind == "bare":
-            value = BareLoss(value, _origin_of_added(model, loss))
+        if id(loss) in activity:
+            owner = _owner_of_added(model, loss)
+            kind = "activity" if ACTIVITY_LOSSES_ARE_MEANS else "sum"
+            if type(owner.activity_regularizer) not in SUMS_OF_SAMPLES:
+                value = BareLoss(value, ASSUMED + describe_layer(owner))
+        elif len(loss.shape) > 0:
+            kind = "sum"
+        else:
+            kind, owner = "bare", _owner_of_added(model, loss)
+            value = BareLoss(value, f"add_loss of {describe_layer(owner)}")
         kinds.append((kind, value))
     return kinds, _sum_scalars([_as_scalar(v) for v in penalties])
 
 
-def _added_kind(loss: Tensor, is_activity: bool) -> str:
-    if is_activity:
-        return "activity" if ACTIVITY_LOSSES_ARE_MEANS else "sum"
-    return "bare" if len(loss.shape) == 0 else "sum"
-
-
-def _origin_of_added(model: Model, loss: Tensor) -> str:
-    """Say which layer has added a loss, of those that Keras lists it for."""
+def _owner_of_added(model: Model, loss: Tensor) -> Any:
+    """Find the layer that has added a loss, of those Keras lists it for."""
     owners = [
         layer
         for layer in flatten_layers(model)  # parents first
         if any(added is loss for added in layer.losses)
     ]
-    owner = owners[-1] if owners else model
-    return f"add_loss of {describe_layer(owner)}"
+    return owners[-1] if owners else model
 
 
 def _as_scalar(loss: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from accumtrainer.keras_api import (
 from accumtrainer.keras_api.types import Metric, Model, Nest, Tensor, Variable
 from accumtrainer.window.hooks import Hooks, Info, context_of
 from accumtrainer.window.losses import (
+    BareLoss,
     WeightedLoss,
     added_losses,
     count_samples,
@@ -153,14 +154,20 @@ class Objective:
     ) -> list[WeightedLoss]:
         losses = []
         for kind, value in added:
-            if kind == "sum":
-                loss = WeightedLoss(value, None, is_uniform=True)
-            elif kind == "activity":
-                is_uniform = has_known_length(batch.x)
-                loss = WeightedLoss(value, samples, is_uniform=is_uniform)
-            else:
-                loss = self._hooks._known_weight(value, batch)
-            losses.append(loss)
+            if kind == "bare":
+                losses.append(self._hooks._known_weight(value, batch))
+                continue
+            is_guess = isinstance(value, BareLoss)
+            mean, origin = value if is_guess else (value, "")
+            is_sum = kind == "sum"
+            losses.append(
+                WeightedLoss(
+                    mean,
+                    None if is_sum else samples,
+                    is_uniform=is_sum or has_known_length(batch.x),
+                    origin=origin,
+                )
+            )
         return losses
 
 
