@@ -38,6 +38,7 @@ if KERAS_NAME == "keras":
         compile_losses,
         keras_mask,
         losses_of_layers,
+        make_metrics_of_losses,
         metric_names,
         set_keras_mask,
     )
@@ -53,6 +54,7 @@ elif KERAS_NAME == "keras_core":
         compile_losses,
         keras_mask,
         losses_of_layers,
+        make_metrics_of_losses,
         metric_names,
         ops,
         set_keras_mask,
@@ -88,6 +90,7 @@ __all__ = [
     "keras_mask",
     "set_keras_mask",
     "losses_of_layers",
+    "make_metrics_of_losses",
     "metric_names",
     "noting_activity",
     "ops",

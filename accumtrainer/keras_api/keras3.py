@@ -84,10 +84,7 @@ def compile_losses(
     )
 
     def compute(y: Nest, y_pred: Nest, sample_weight: Nest) -> list[PairedLoss]:
-        if IS_JAX:
-            y_pred = _sort_dicts(y_pred)
-        if tree.is_nested(y_pred) and not tree.is_nested(y) and y is not None:
-            y = [y]
+        y, y_pred = _as_paired(y, y_pred)
         model.compute_loss(y=y, y_pred=y_pred, sample_weight=sample_weight)
         adds_up = tree.is_nested(y) or tree.is_nested(y_pred)
         return [
@@ -96,6 +93,31 @@ def compile_losses(
         ]
 
     return compute
+
+
+def _as_paired(y: Nest, y_pred: Nest) -> tuple[Nest, Nest]:
+    """Arrange targets and outputs as Keras gets them in its own loop."""
+    if IS_JAX:
+        y_pred = _sort_dicts(y_pred)
+    if tree.is_nested(y_pred) and not tree.is_nested(y) and y is not None:
+        y = [y]
+    return y, y_pred
+
+
+def make_metrics_of_losses(model: Model, y: Nest, y_pred: Nest) -> None:
+    """Have a compiled model list a metric for each of its losses.
+
+    Keras makes them as it first computes the loss. Nothing public says
+    whether it has.
+
+    Args:
+        y: nest of tensors, targets.
+        y_pred: nest of tensors, outputs.
+    """
+    compiled = model._compile_loss
+    if compiled is not None and not compiled.built:
+        with keras.StatelessScope():  # for those it makes are not to count
+            compiled(*_as_paired(y, y_pred))
 
 
 def _sort_dicts(nest: Nest) -> Nest:

@@ -108,6 +108,10 @@ class Replicas:
         raise AssertionError(f"one device adds up nothing: {function}")
 
 
+FIXED_DRAW = "a draw by a constant seed"
+"""Stands for one among operations. XLA draws other numbers by the same seed."""
+
+
 class Traced(NamedTuple):
     """What a function was seen to do.
 

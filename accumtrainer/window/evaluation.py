@@ -107,8 +107,7 @@ class EvaluationProgram:
     def start(self) -> None:
         """Begin an evaluation."""
         self._running.clear()
-        for metric in self._model.metrics:
-            metric.reset_state()
+        self._model.reset_metrics()
 
     def run_batch(self, batch: Batch, loader_samples: Any) -> Any:
         """Add a batch to the evaluation.

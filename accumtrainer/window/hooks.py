@@ -13,7 +13,13 @@ from typing import Any, Literal
 
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch
-from accumtrainer.keras_api import call_predict_step, ops, overrides, tree
+from accumtrainer.keras_api import (
+    call_predict_step,
+    make_metrics_of_losses,
+    ops,
+    overrides,
+    tree,
+)
 from accumtrainer.keras_api.types import Nest, Tensor
 from accumtrainer.window.losses import (
     BareLoss,
@@ -224,6 +230,9 @@ class Hooks:
         parts, compiled_loss = [], self._context.compiled_loss
         if compiled_loss is not None:
             parts = compiled_loss(batch.y, outputs, batch.sample_weight)
+        if len(parts) > 1:
+            # Who reads the metrics of a model finds those of its losses.
+            make_metrics_of_losses(self.model, batch.y, outputs)
         if not parts:
             samples = count_samples(batch.x)
             return WeightedLoss(

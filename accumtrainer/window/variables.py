@@ -370,8 +370,7 @@ class WindowVariables:
             for sums in pair:
                 sums.clear()
         self.clear_sums()
-        for metric in self._model.metrics:
-            metric.reset_state()
+        self._model.reset_metrics()
 
     def keep_start(self, is_first: Tensor | None = None) -> None:
         """Remember what may have to be put back.

@@ -1,0 +1,148 @@
+"""Claims about the metrics of a model, for code that reads or resets them."""
+
+import numpy as np
+import pytest
+from keras_core_gaps import keras_3_only
+
+from accumtrainer import Accumulation, Trainer
+from accumtrainer.callbacks import GradientAccumulation
+from accumtrainer.keras_api import keras, ops
+
+pytestmark = [
+    pytest.mark.usefixtures("without_xla"),
+    keras_3_only("has no metrics of single losses"),
+]
+
+layers = keras.layers
+X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
+Y = {"a": X[:, :2], "b": X[:, 2:] ** 2}
+ORDER = {"shuffle": False, "verbose": 0}
+
+
+class Sharing(keras.Model):
+    """Tells how much of its loss one output has."""
+
+    def get_metrics_result(self):
+        found = super().get_metrics_result()
+        share = found.get("a_loss", 0.0) / found["loss"]
+        return {**found, "share": share}
+
+
+class Counting(keras.Model):
+    """Counts samples, and goes on with that from epoch to epoch."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.seen = keras.metrics.Sum(name="seen")
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        self.seen.update_state(ops.ones_like(y_pred["a"][:, 0]))
+        return super().compute_metrics(x, y, y_pred, sample_weight)
+
+    def reset_metrics(self):
+        for metric in self.metrics:
+            if metric is not self.seen:
+                metric.reset_state()
+
+
+class Subclassed(keras.Model):
+    """Keras knows of its outputs only once it has been called."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = layers.Dense(2), layers.Dense(2)
+
+    def call(self, x):
+        return {"a": self.one(x), "b": self.two(x)}
+
+
+def make_model(kind=keras.Model):
+    keras.utils.set_random_seed(4)
+    if kind is Subclassed:
+        model = Subclassed()
+    else:
+        x = keras.Input([4])
+        outputs = {name: layers.Dense(2, name=name)(x) for name in Y}
+        model = kind(x, outputs)
+    model.compile(
+        keras.optimizers.SGD(0.1), {"a": "mse", "b": "mae"}, metrics=None
+    )
+    return model
+
+
+def by_keras(model, size=12, **options):
+    return model.fit(X, Y, batch_size=size, **ORDER, **options).history
+
+
+def by_trainer(model, **options):
+    trainer = Trainer(model, accumulation=Accumulation(micro_batch_size=6))
+    return trainer.fit(X, Y, batch_size=12, **ORDER, **options).history
+
+
+def by_callback(model, callbacks=(), **options):
+    callbacks = [GradientAccumulation(2), *callbacks]
+    return by_keras(model, 6, callbacks=callbacks, **options)
+
+
+both = pytest.mark.parametrize("train", [by_trainer, by_callback])
+
+
+@both
+def test_model_reads_the_losses_of_single_outputs(train):
+    options = {
+        "epochs": 2,
+        "validation_data": (X[:12], {k: v[:12] for k, v in Y.items()}),
+    }
+    expected = by_keras(make_model(Sharing), **options)
+    found = train(make_model(Sharing), **options)
+    assert found.keys() >= expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [keras.Model, Subclassed])
+def test_callbacks_find_the_losses_of_single_outputs(kind):
+    def read(train):
+        seen = []
+
+        def note(index, logs):
+            metrics = {m.name: float(m.result()) for m in model.metrics}
+            seen.append(metrics)
+
+        model = make_model(kind)
+        train(
+            model,
+            callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=note)],
+        )
+        return seen
+
+    (expected,), (found,) = read(by_keras), read(by_trainer)
+    assert list(found) == list(expected) == ["loss", "a_loss", "b_loss"]
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", [keras.Model, Subclassed])
+def test_evaluation_alone_tells_them_too(kind):
+    model = make_model(kind)
+    trainer = Trainer(model)
+    logs = trainer.evaluate(X, Y, batch_size=24, return_dict=True, verbose=0)
+    names = [metric.name for metric in model.metrics]
+    assert names == ["loss", "a_loss", "b_loss"]
+    expected = model.evaluate(X, Y, batch_size=24, return_dict=True, verbose=0)
+    assert logs == pytest.approx(expected, rel=1e-5)
+
+
+@both
+def test_metric_that_a_model_does_not_reset_goes_on(train):
+    model = make_model(Counting)
+    assert train(model, epochs=2)["seen"] == [24, 48]
+
+
+def test_evaluation_leaves_such_a_metric_to_the_model_as_well():
+    model = make_model(Counting)
+    trainer = Trainer(model)
+    seen = [
+        trainer.evaluate(X, Y, return_dict=True, verbose=0)["seen"]
+        for _ in range(2)
+    ]
+    assert seen == [24, 48]
