@@ -8,6 +8,7 @@ from accumtrainer.keras_api import BACKEND, flatten_layers
 from accumtrainer.keras_api.types import Model
 from accumtrainer.steps.backend import Backend
 from accumtrainer.steps.memory import describe_bytes
+from accumtrainer.window.backend import FIXED_DRAW
 
 COMPILER = "torch.compile" if BACKEND == "torch" else "XLA"
 """What compiles the calls of a plan that are compiled."""
@@ -107,7 +108,8 @@ def choose_plan(
     On a CPU, XLA runs convolutions inside a loop many times slower than
     outside one, so models with convolutions are looped over without XLA on
     TensorFlow and streamed on JAX. Everywhere else a fused window under XLA
-    has measured fastest.
+    has measured fastest. What TensorFlow evaluates there without XLA must not
+    be trained with other draws.
 
     Args:
         operations: set of str, the operations of one micro-batch.
@@ -118,6 +120,8 @@ def choose_plan(
         not backend.has_accelerator()
     )
     supports_jit = all(layer.supports_jit for layer in flatten_layers(model))
+    if FIXED_DRAW in operations:
+        supports_jit &= backend.compiles_evaluation
     name, is_compiled = backend.prefer(
         loops_badly=loops_badly, supports_jit=supports_jit
     )

@@ -460,3 +460,24 @@ def test_layer_that_xla_cannot_compile_switches_it_off(choose):
 
 def test_eager_run_is_said_to_be_one(choose):
     assert choose({"MatMul"}, run_eagerly=True).endswith("eager")
+
+
+class Projection(keras.layers.Layer):
+    """Projects by numbers that a constant draws anew each time."""
+
+    def call(self, x):
+        return x @ keras.random.normal((5, 5), seed=4)
+
+
+def test_constant_seed_draws_the_same_in_training_and_evaluation():
+    model = keras.Sequential(
+        [keras.Input([5]), Projection(), keras.layers.Dense(1)]
+    )
+    trainer = Trainer(model, keras.optimizers.SGD(0.0), "mse", seed=0)
+    x = np.random.default_rng(0).normal(size=(8, 5)).astype("float32")
+    y = x[:, :1]
+    logs = trainer.fit(x, y, batch_size=8, verbose=0).history
+    expected = np.mean((keras.ops.convert_to_numpy(model(x)) - y) ** 2)
+    np.testing.assert_allclose(logs["loss"], [expected], rtol=1e-5)
+    evaluated = trainer.evaluate(x, y, verbose=0)
+    np.testing.assert_allclose(evaluated, expected, rtol=1e-5)

@@ -15,6 +15,7 @@ from accumtrainer import errors
 from accumtrainer.data.batches import ALIGNMENT, empty_for_device
 from accumtrainer.keras_api.types import Nest, Tensor
 from accumtrainer.steps.tensorflow.replicas import outside_of_strategies
+from accumtrainer.window.backend import FIXED_DRAW
 
 MANY_SHAPES = 4
 """Compiled by XLA for that many shapes, a function is worth a warning."""
@@ -272,9 +273,31 @@ def to_spec(leaf: Any) -> Any:
 
 
 def operations_of(graph: Any) -> set[str]:
-    """Collect the operation types of a graph and its functions."""
+    """Collect the operation types of a graph and its functions.
+
+    `FIXED_DRAW` is among them where it draws by a seed that is a constant.
+    """
     definition = graph.as_graph_def()
-    nodes = list(definition.node)
-    for function in definition.library.function:
-        nodes.extend(function.node_def)
-    return {node.op for node in nodes}
+    bodies = [list(definition.node)]
+    bodies += [list(f.node_def) for f in definition.library.function]
+    found = {node.op for nodes in bodies for node in nodes}
+    if SEEDING in found and any(map(_has_fixed_seed, bodies)):
+        found.add(FIXED_DRAW)
+    return found
+
+
+SEEDING = "StatelessRandomGetKeyCounter"
+"""What makes of a seed what operations that draw are given."""
+
+
+def _has_fixed_seed(nodes: list[Any]) -> bool:
+    """Whether nothing but constants is behind one of the seeds."""
+    known = {node.name: node for node in nodes}
+
+    def is_fixed(node: Any) -> bool:
+        if node is None or not node.input:
+            return node is not None and node.op == "Const"
+        names = [n.split(":")[0] for n in node.input if n[0] != "^"]
+        return all(is_fixed(known.get(name)) for name in names)
+
+    return any(is_fixed(node) for node in nodes if node.op == SEEDING)
