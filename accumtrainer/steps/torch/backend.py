@@ -50,7 +50,7 @@ from accumtrainer.steps.torch.seeds import (
     recorded_draws,
 )
 from accumtrainer.steps.torch.tensors import default_device, to_tensor
-from accumtrainer.steps.torch.trials import Trial
+from accumtrainer.steps.torch.trials import Trial, UnwatchedTrial
 from accumtrainer.window.backend import Traced
 
 IS_PROFILING = "_is_profiler_enabled"
@@ -88,6 +88,7 @@ class TorchBackend(Backend):
         self._is_recording = False
         self._is_mapping = False
         self._keeps_numbers = False
+        self._is_unwatched = False
         self._modules = Modules(None)
 
     def prefer(
@@ -115,19 +116,34 @@ class TorchBackend(Backend):
 
     def trace(self, function: Callable[[Batch], Nest], batch: Batch) -> Traced:
         known = [] if self._model is None else self._model.variables
+        try:
+            return self._try(function, batch, Trial(known))
+        except Exception:
+            # An error that is the user's comes again. But not everything can
+            # be watched, nor recorded then: `torch.cond` is no operation. What
+            # PyTorch has compiled of it under watch would fail now.
+            torch.compiler.reset()
+            traced = self._try(function, batch, UnwatchedTrial(known))
+            self._is_unwatched = True
+            return traced
+
+    def _try(
+        self, function: Callable[[Batch], Nest], batch: Batch, trial: Any
+    ) -> Traced:
+        """Run a function once, of which nothing stays."""
         with (
             torch.no_grad(),
             torch.random.fork_rng(),
             self.followed.trying(),
             _unchanged(self._model or self._modules.model) as numbers,
-            Trial(known) as trial,
+            trial,
             self._modules.computing(is_trial=True),
         ):
             with Pending(None) as scope:
                 function(tree.map_structure(_to_tensor, batch))
             self._orders.update(trial.kernels.orders())
             # Whoever asks what was assigned is to hear of it.
-            for variable in trial.changed(known):
+            for variable in trial.changed():
                 variable.assign(variable.value.clone())
             scope.assign()
         self._keeps_numbers = self._keeps_numbers or bool(numbers)
@@ -172,6 +188,8 @@ class TorchBackend(Backend):
     def _recording(self) -> Iterator[None]:
         if self.followed.pace.is_fast:
             raise ValueError("what is recorded changes every few windows")
+        if self._is_unwatched:
+            raise ValueError("a layer, loss or metric cannot be watched")
         if self._keeps_numbers:
             # What it makes of them reads no tensor, and would stay as it is.
             raise ValueError("a layer, loss or metric counts")

@@ -39,6 +39,7 @@ OF_LAYERS = {
     "training",
     *("_losses", "_loss_ids", "_losses_override"),
     *("_inbound_nodes", "_outbound_nodes"),
+    *("torch_params", "_torch_params"),  # made of variables for who asks
 }
 """Such attributes of layers."""
 
@@ -224,6 +225,11 @@ def _open_object(owner: Any) -> Opened:
             continue
         if value is False and is_keras:
             continue
+        if is_layer and name == "_modules":
+            found = {k: v for k, v in value.items() if k not in hidden}
+            itself += found
+            parts += found.values()
+            continue
         if type(value) in PLAIN or value is None or isinstance(value, bool):
             itself += (name, value)
         elif type(value) not in EMPTY or value:
@@ -320,8 +326,6 @@ def _open_array(value: np.ndarray) -> Opened:
 
 
 OPENED: dict[type, Callable[[Any], Opened]] = {
-    # Keras makes this of a layer's parameters anew.
-    torch.nn.ParameterDict: lambda value: ([], list(value.values())),
     np.ndarray: _open_array,
     **dict.fromkeys(
         (bytearray, array.array),

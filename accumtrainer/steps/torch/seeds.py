@@ -44,7 +44,8 @@ def recorded_draws() -> Iterator[None]:
     """Make a scope in which draws of Keras can be recorded.
 
     Raises:
-        ValueError: one was not, as what is rematerialized draws unseen.
+        ValueError: one was not, as what is rematerialized draws unseen; or
+            code seeds a generator itself, which would be done but once.
     """
     seeds: dict[int, tuple[torch.Generator, Tensor]] = {}
 
@@ -53,10 +54,59 @@ def recorded_draws() -> Iterator[None]:
         seeds[id(generator)] = generator, draw_seed(seed)
         return generator
 
-    with making_generators(make), _Draws(seeds) as draws:
+    with making_generators(make), _marked_state(), _Draws(seeds) as draws:
         yield
+        _refuse_seeding()
     if draws.seen != set(seeds):
         raise ValueError("a draw is not recorded")
+
+
+@contextlib.contextmanager
+def _marked_state() -> Iterator[None]:
+    """Make a scope in which PyTorch's own state has a seed that tells it."""
+    own = torch.default_generator
+    before = own.get_state()
+    own.manual_seed(MARK)
+    try:
+        yield
+    finally:
+        own.set_state(before)
+
+
+def _refuse_seeding() -> None:
+    """Refuse code that has seeded PyTorch's own state."""
+    if torch.initial_seed() != MARK:
+        raise ValueError("PyTorch's own state is seeded")
+
+
+class GeneratorsPutBack(TorchFunctionMode):
+    """A scope at whose end generators are as they were.
+
+    Their states are noted before functions draw from them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._states: dict[int, tuple[torch.Generator, Tensor]] = {}
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for generator, state in self._states.values():
+            generator.set_state(state)
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        generator = kwargs.get("generator")
+        if generator is not None and id(generator) not in self._states:
+            self._states[id(generator)] = generator, generator.get_state()
+        return function(*args, **kwargs)
+
+
+MARK = 0x6B657261735F6F6E
+"""A seed that nobody else chooses."""
 
 
 class _Draws(TorchFunctionMode):
@@ -79,7 +129,11 @@ class _Draws(TorchFunctionMode):
     ) -> Any:
         del types
         kwargs = dict(kwargs or {})
-        known = self._seeds.get(id(kwargs.get("generator")))
+        _refuse_seeding()
+        generator = kwargs.get("generator")
+        known = self._seeds.get(id(generator))
+        if known is None and generator is not None:
+            raise ValueError("a generator is none that Keras has made")
         if known is None:
             return function(*args, **kwargs)
         self.seen.add(id(kwargs.pop("generator")))

@@ -14,6 +14,7 @@ from accumtrainer.steps.torch.schemas import (
     SIZED_BY_NUMBERS,
     arguments_changed_by,
 )
+from accumtrainer.steps.torch.seeds import GeneratorsPutBack
 from accumtrainer.steps.torch.unseen import Telling
 
 aten = torch.ops.aten
@@ -29,7 +30,7 @@ class Trial(_python_dispatch.TorchDispatchMode):
     user's, is copied first, and put back at the end.
 
     Args:
-        variables: that convolutions may read.
+        variables: that it may change, and convolutions read.
 
     Attributes:
         operations: the names of those that were run.
@@ -39,10 +40,12 @@ class Trial(_python_dispatch.TorchDispatchMode):
 
     def __init__(self, variables: Iterable[Variable]):
         super().__init__()
+        self._variables = list(variables)
         self.operations: set[str] = set()
         self.fixes_sizes = True
         self._host = Telling()
-        self.kernels = Kernels(variables)
+        self._generators = GeneratorsPutBack()
+        self.kernels = Kernels(self._variables)
         self._made: set[int | None] = {None}
         self._kept: dict[int | None, tuple[Any, Any]] = {}
 
@@ -66,6 +69,7 @@ class Trial(_python_dispatch.TorchDispatchMode):
         return result
 
     def __enter__(self) -> "Trial":
+        self._generators.__enter__()
         self._host.__enter__()
         super().__enter__()
         return self
@@ -73,17 +77,55 @@ class Trial(_python_dispatch.TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._host.__exit__(*error)
+        self._generators.__exit__(*error)
         self.fixes_sizes &= not self._host.tells
         for storage, before in self._kept.values():
             storage.copy_(before)
 
-    def changed(self, variables: Iterable[Variable]) -> list[Variable]:
+    def changed(self) -> list[Variable]:
         """List the variables whose memory has been changed in place."""
         return [
             v
-            for v in variables
+            for v in self._variables
             if v.value.untyped_storage().data_ptr() in self._kept
         ]
+
+
+class UnwatchedTrial:
+    """The same where nobody can watch; what has changed shows afterwards.
+
+    Args:
+        variables: as there.
+    """
+
+    fixes_sizes = False
+
+    def __init__(self, variables: Iterable[Variable]):
+        self._variables = list(variables)
+        self.operations: set[str] = set()
+        self.kernels = Kernels([])
+        self._changed: list[Variable] = []
+
+    def __enter__(self) -> "UnwatchedTrial":
+        self._before = [v.value.detach().clone() for v in self._variables]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pairs = zip(self._variables, self._before, strict=True)
+        for variable, before in pairs:
+            value = variable.value.detach()
+            if not torch.equal(_as_bytes(value), _as_bytes(before)):
+                self._changed.append(variable)
+                value.copy_(before)
+
+    def changed(self) -> list[Variable]:
+        """List the variables that have other numbers than before."""
+        return self._changed
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Look at a tensor's bytes, as no number equals a NaN."""
+    return tensor.contiguous().flatten().view(torch.uint8)
 
 
 def _reads_numbers(function: Any, args: Any) -> bool:
