@@ -137,6 +137,7 @@ class FitAccumulator(Hooks):
         self._fit_state = make_fit_state(self._backend, model)
         self._train_function = self._fit_state.make_train_function(self._run)
         self._program: Any = None
+        self._before: Any = None
         self._step: Any = None
         self._examiner = Examiner(
             self._parts,
@@ -332,6 +333,7 @@ class FitAccumulator(Hooks):
                 raise ValueError(message.format(batches=self._waiting))
         elif not self._followed.has_been_changed():
             return
+        self._before = self._program.variables  # what the epoch has had so far
         self._program = self._kind = None
         self._followed = self._backend.followed = self._followed.anew()
 
@@ -414,7 +416,7 @@ class FitAccumulator(Hooks):
             self._backend.write_back()
             self._build_model(batch)
             warn_of_nothing_to_train(self.model)
-        program = self._program or WindowProgram(self._parts)
+        program = self._program or WindowProgram(self._parts, self._before)
         program.learn(batch)
         self._can_stream = program.can_stream
         if self.accumulation.steps != 1:

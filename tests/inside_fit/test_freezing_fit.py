@@ -30,7 +30,8 @@ class Set(keras.callbacks.Callback):
             self.model.get_layer("base").trainable = self.trainable
 
 
-def fit(*callbacks, run_eagerly=False, batch_size=4):
+def train(*callbacks, run_eagerly=False, batch_size=4):
+    """Train, and return the model and what was logged of the loss."""
     keras.utils.set_random_seed(0)
     layers = [
         keras.layers.Dense(4, "tanh", name="base"),
@@ -39,7 +40,7 @@ def fit(*callbacks, run_eagerly=False, batch_size=4):
     model = keras.Sequential([keras.Input([3]), *layers], name="model")
     optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
     model.compile(optimizer, "mse", run_eagerly=run_eagerly)
-    model.fit(
+    history = model.fit(
         *(X, Y),
         batch_size=batch_size,
         epochs=2,
@@ -47,6 +48,11 @@ def fit(*callbacks, run_eagerly=False, batch_size=4):
         verbose=0,
         callbacks=[*callbacks],
     )
+    return model, history.history["loss"]
+
+
+def fit(*callbacks, **options):
+    model, _ = train(*callbacks, **options)
     return [ops.convert_to_numpy(v) for v in model.weights]
 
 
@@ -58,6 +64,13 @@ def test_what_is_frozen_is_what_keras_would_freeze(run_eagerly):
     )
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_epoch_in_which_a_layer_was_frozen_logs_all_its_windows():
+    options = {"run_eagerly": BACKEND == "tensorflow"}
+    _, expected = train(Set(1, False), **options, batch_size=12)
+    _, found = train(GradientAccumulation(3), Set(5, False), **options)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_layers_frozen_amid_a_window_are_refused():
