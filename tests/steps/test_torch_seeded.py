@@ -97,10 +97,10 @@ class Applying(layers.Layer):
         return shape
 
 
-def make_model(function):
+def make_model(function, *after):
     keras.utils.set_random_seed(1)
     model = keras.Sequential(
-        [keras.Input([6]), Applying(function), layers.Dense(3)]
+        [keras.Input([6]), Applying(function), *after, layers.Dense(3)]
     )
     model.compile(keras.optimizers.SGD(0.05), "mse")
     return model
@@ -125,6 +125,31 @@ def test_layer_computes_what_it_computes_in_keras(function, size):
     trainer = Trainer(model, accumulation=accumulation)
     for one, other in zip(results(model, trainer), expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+class Moving(layers.Layer):
+    """Counts the samples it has seen, in place."""
+
+    def build(self, shape):
+        self.seen = self.add_weight(
+            shape=[], initializer="zeros", trainable=False
+        )
+
+    def call(self, x):
+        self.seen.value.add_(x.shape[0])
+        return x / self.seen.value.clone()
+
+
+def test_state_beside_what_none_can_watch_moves_as_in_keras():
+    def train(run):
+        model = make_model(condition, Moving(), layers.BatchNormalization())
+        run(model).fit(X, Y, batch_size=6, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    for one, other in zip(
+        train(Trainer), train(lambda model: model), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_recorded_leaves_the_seed_of_pytorch_alone():

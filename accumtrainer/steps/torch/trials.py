@@ -104,7 +104,6 @@ class UnwatchedTrial:
         self._variables = list(variables)
         self.operations: set[str] = set()
         self.kernels = Kernels([])
-        self._changed: list[Variable] = []
 
     def __enter__(self) -> "UnwatchedTrial":
         self._before = [v.value.detach().clone() for v in self._variables]
@@ -113,14 +112,18 @@ class UnwatchedTrial:
     def __exit__(self, *error: Any) -> None:
         pairs = zip(self._variables, self._before, strict=True)
         for variable, before in pairs:
-            value = variable.value.detach()
-            if not torch.equal(_as_bytes(value), _as_bytes(before)):
-                self._changed.append(variable)
-                value.copy_(before)
+            variable.value.detach().copy_(before)
 
     def changed(self) -> list[Variable]:
         """List the variables that have other numbers than before."""
-        return self._changed
+        pairs = zip(self._variables, self._before, strict=True)
+        return [
+            variable
+            for variable, before in pairs
+            if not torch.equal(
+                _as_bytes(variable.value.detach()), _as_bytes(before)
+            )
+        ]
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
