@@ -116,21 +116,41 @@ class TorchBackend(Backend):
 
     def trace(self, function: Callable[[Batch], Nest], batch: Batch) -> Traced:
         known = [] if self._model is None else self._model.variables
+        trial: Trial | UnwatchedTrial = Trial(known)
         try:
-            return self._try(function, batch, Trial(known))
+            with self._trying(trial):
+                function(tree.map_structure(_to_tensor, batch))
         except Exception:
-            # An error that is the user's comes again. But not everything can
-            # be watched, nor recorded then: `torch.cond` is no operation. What
-            # PyTorch has compiled of it under watch would fail now.
-            torch.compiler.reset()
-            traced = self._try(function, batch, UnwatchedTrial(known))
-            self._is_unwatched = True
-            return traced
+            # Not everything can be watched: `torch.cond` is no operation.
+            unwatched = self._try_unwatched(function, batch, known)
+            if unwatched is None:
+                raise
+            trial, self._is_unwatched = unwatched, True
+        return Traced(trial.operations, trial.fixes_sizes)
 
-    def _try(
-        self, function: Callable[[Batch], Nest], batch: Batch, trial: Any
-    ) -> Traced:
-        """Run a function once, of which nothing stays."""
+    def _try_unwatched(
+        self,
+        function: Callable[[Batch], Nest],
+        batch: Batch,
+        known: list[Variable],
+    ) -> UnwatchedTrial | None:
+        """Run a function that fails while it is watched.
+
+        Returns:
+            What is known of it, or `None` if it fails all the same.
+        """
+        # What PyTorch has compiled of it under watch would fail now.
+        torch.compiler.reset()
+        trial = UnwatchedTrial(known)
+        with contextlib.suppress(Exception):
+            with self._trying(trial):
+                function(tree.map_structure(_to_tensor, batch))
+            return trial
+        return None
+
+    @contextlib.contextmanager
+    def _trying(self, trial: Trial | UnwatchedTrial) -> Iterator[None]:
+        """Make a scope in which code runs of which nothing stays."""
         with (
             torch.no_grad(),
             torch.random.fork_rng(),
@@ -140,14 +160,13 @@ class TorchBackend(Backend):
             self._modules.computing(is_trial=True),
         ):
             with Pending(None) as scope:
-                function(tree.map_structure(_to_tensor, batch))
+                yield
             self._orders.update(trial.kernels.orders())
             # Whoever asks what was assigned is to hear of it.
             for variable in trial.changed():
                 variable.assign(variable.value.clone())
             scope.assign()
         self._keeps_numbers = self._keeps_numbers or bool(numbers)
-        return Traced(trial.operations, trial.fixes_sizes)
 
     def compile(
         self,
