@@ -325,13 +325,17 @@ class FitAccumulator(Hooks):
             ValueError: that has changed amid a window.
         """
         is_compiled = self._backend.fit_compiles and not self.model.run_eagerly
-        if is_compiled or self._program is None:
+        if is_compiled:
+            return
+        # Between two epochs: amid one, code of layers changes them as well.
+        has_been_changed = self._followed.has_been_changed()
+        if self._program is None:
             return
         if self._trainable.differs_from(self.model):
             if self._waiting:
                 message = errors.FROZEN_AMID_WINDOW
                 raise ValueError(message.format(batches=self._waiting))
-        elif not self._followed.has_been_changed():
+        elif not has_been_changed:
             return
         self._before = self._program.variables  # what the epoch has had so far
         self._program = self._kind = None
