@@ -327,7 +327,7 @@ class FitAccumulator(Hooks):
         is_compiled = self._backend.fit_compiles and not self.model.run_eagerly
         if is_compiled:
             return
-        # Between two epochs: amid one, code of layers changes them as well.
+        # Asked as an epoch begins: amid one, layers may change themselves.
         has_been_changed = self._followed.has_been_changed()
         if self._program is None:
             return

@@ -14,7 +14,7 @@ PLAIN = (int, float, str, np.generic)
 """Of what is equal nobody can tell which one it is."""
 
 MANY_CHANGES = 4
-"""After so many in a row, each after few windows, nothing is recorded for."""
+"""After so many in a row, each after few windows, nothing is recorded."""
 
 FEW_WINDOWS = 20
 """For so few it takes longer to record a window than that then saves."""
