@@ -216,17 +216,20 @@ clean:
 # the next target then installs again, all backends at once.
 EMPTY :=
 HUB := $(if $(filter tensorflow,$(BACKENDS)),keras-hub)
-# PyTorch has no wheel everywhere, and the others do without it.
-NEEDED := $(if $(filter-out torch,$(BACKENDS)),$(filter-out torch,$(BACKENDS)),torch)
-EXTRAS := $(subst $(EMPTY) ,$(EMPTY),dev $(NEEDED:%=,%) $(HUB:%=,%))
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+OTHERS := $(filter-out torch,$(BACKENDS))
+EXTRAS := $(subst $(EMPTY) ,$(EMPTY),dev $(OTHERS:%=,%) $(HUB:%=,%))
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+INSTALL = $(PIP) $(CONSTRAINTS:%=--constraint %) --editable
+# Takes half a minute where pip takes three, but reads none of pip's settings,
+# which may say where a PyTorch without CUDA is.
+UV = $(BIN)/uv pip install --quiet --python $(BIN)/python \
 	$(CONSTRAINTS:%=--constraint %) --editable
 $(INSTALLED) &: pyproject.toml $(CONSTRAINTS)
-	@echo "Installing for $(BACKENDS) into $(VENV); this takes some minutes."
+	@echo "Installing for $(BACKENDS) into $(VENV); this may take minutes."
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) '.[$(EXTRAS)]'
+	{ $(PIP) uv && $(UV) '.[$(EXTRAS)]'; } || $(INSTALL) '.[$(EXTRAS)]'
 	$(if $(filter torch,$(BACKENDS)),$(INSTALL) '.[torch]' || \
-		echo "PyTorch cannot be installed here.")
+		$(if $(OTHERS),echo "PyTorch cannot be installed here.",false))
 	@touch $(INSTALLED)
 
 .venv-peers/.installed: benchmarks/requirements-peers.txt
