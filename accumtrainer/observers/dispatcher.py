@@ -1,6 +1,8 @@
 """Who calls callbacks, and in what order."""
 
 import contextlib
+import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -211,12 +213,30 @@ class Dispatcher:
 
 
 def is_of_others(callback: Any, name: str) -> bool:
-    """Say whether somebody else wrote a callback, or its hook of that name."""
+    """Say whether anybody else's code may run in a hook of that name.
+
+    It may be what somebody has given to a callback of Keras's, as the schedule
+    of a `LearningRateScheduler`.
+    """
+    kept = [
+        v for v in vars(callback).values() if not isinstance(v, keras.Model)
+    ]
+    given = (v.func if isinstance(v, functools.partial) else v for v in kept)
+    codes = (type(callback), getattr(callback, name), *filter(callable, given))
     return any(
-        code.__module__.partition(".")[0] not in WATCHERS
-        for code in (type(callback), getattr(callback, name))
-        if isinstance(getattr(code, "__module__", None), str)
+        _package_of(code) not in (*WATCHERS, *sys.stdlib_module_names, "numpy")
+        for code in codes
     )
+
+
+def _package_of(code: Any) -> str:
+    """Name the package that something callable comes from."""
+    named = (
+        code
+        if isinstance(getattr(code, "__module__", None), str)
+        else type(code)
+    )
+    return named.__module__.partition(".")[0]
 
 
 def _hook_arguments(name: str, args: tuple) -> tuple[tuple, dict[str, Any]]:

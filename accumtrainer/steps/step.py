@@ -326,15 +326,20 @@ class EvaluationStep:
     ):
         self._program = program
         self._backend = backend
+        self._jit_compile = jit_compile
+        self.forget()
+
+    def forget(self) -> None:
+        """Have everything compiled anew; the evaluation itself goes on."""
         self._reading: dict[Hashable, Compiled] = {}
         self._predicted: set[Hashable] = set()
+        self._predict_batch = self._compiled(self._program.predict_batch)
+        self._run_batch = self._compiled(self._program.run_batch)
 
-        def compiled(function: Callable[..., Any]) -> Compiled:
-            return backend.compile(function, program, jit_compile=jit_compile)
-
-        self._predict_batch = compiled(program.predict_batch)
-        self._run_batch = compiled(program.run_batch)
-        self._compiled = compiled
+    def _compiled(self, function: Callable[..., Any]) -> Compiled:
+        return self._backend.compile(
+            function, self._program, jit_compile=self._jit_compile
+        )
 
     def predict(self, batch: Batch) -> Nest:
         """Compute the predictions of a batch."""

@@ -122,6 +122,7 @@ class Engine:
             self._window_parts,
             self._backend,
             self._sizing,
+            look=self._look,
             jit_compile=self._jit_compile,
         )
         self._examiner = Examiner(
@@ -457,6 +458,7 @@ class Engine:
         self._was_shown = True
         if for_others:
             self._followed.expect_changes()
+            self.evaluator.expect_changes()
         self._backend.write_back()
 
     def waiting_for(self, windows: Iterable[Window]) -> Iterator[Window]:

@@ -1,7 +1,7 @@
 """Evaluates and predicts over whole sources, and tells callbacks of it."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +19,7 @@ from accumtrainer.steps import (
     EvaluationStep,
     should_compile_evaluation,
 )
+from accumtrainer.steps.looks import Followed, Looks
 from accumtrainer.training.input_checks import compile_option, has_own_loss
 from accumtrainer.training.own_evaluation import (
     evaluate_by_itself,
@@ -38,6 +39,7 @@ class Evaluator:
         parts: whose losses and predictions they are.
         backend: what they run on.
         sizing: says how many samples run at a time.
+        look: notes what is evaluated by now.
         jit_compile: whether XLA compiles.
     """
 
@@ -47,6 +49,7 @@ class Evaluator:
         backend: Backend,
         sizing: GivenSize | AutoSize,
         *,
+        look: Callable[[], Looks],
         jit_compile: bool | Literal["auto"],
     ):
         self._has_window_loss = parts.hooks.has_window_loss
@@ -56,6 +59,7 @@ class Evaluator:
         self._jit_compile = jit_compile
         self._backend = backend
         self._sizing = sizing
+        self._followed = Followed(look)
         self._program = EvaluationProgram(parts)
         self._step = EvaluationStep(
             self._program,
@@ -93,11 +97,10 @@ class Evaluator:
         model = self._model
         model.stop_evaluating = False
         items = items_of_all(source, self._backend.replicas)
-        with dispatcher.testing(), contextlib.ExitStack() as at_the_end:
-            # The model is left current, however a round of the data ends.
-            at_the_end.callback(self._backend.write_back)
+        with dispatcher.testing(), self._following():
             for index, item in enumerate(items):
                 dispatcher.call("on_test_batch_begin", index, {})
+                self._follow_model(is_first=index == 0)
                 window = self._slice(source, item)
                 if is_first:
                     self._check_text(window.split()[0])
@@ -151,11 +154,10 @@ class Evaluator:
         model = self._model
         model.stop_predicting = False
         items = items_of_all(source, self._backend.replicas)
-        with dispatcher.predicting(), contextlib.ExitStack() as at_the_end:
-            # The model is left current, however a round of the data ends.
-            at_the_end.callback(self._backend.write_back)
+        with dispatcher.predicting(), self._following():
             for index, item in enumerate(items):
                 dispatcher.call("on_predict_batch_begin", index, {})
+                self._follow_model(is_first=index == 0)
                 window = self._slice(source, item)
                 for batch in window.split():
                     if not outputs:
@@ -169,6 +171,41 @@ class Evaluator:
                     break
             parts = outputs.read()
         return tree.map_structure(self._join, *parts)
+
+    def expect_changes(self) -> None:
+        """Note that others may change next what is evaluated."""
+        self._followed.expect_changes()
+
+    @contextlib.contextmanager
+    def _following(self) -> Iterator[None]:
+        """Make a scope in which what is recorded is told from windows.
+
+        Callbacks may change a model for an evaluation, and change it back.
+        """
+        of_windows = self._backend.followed
+        self._backend.followed = self._followed
+        try:
+            yield
+        finally:
+            self._followed.settle()
+            self._backend.followed = of_windows
+            # The model is left current, however a round of the data ends.
+            self._backend.write_back()
+
+    def _follow_model(self, *, is_first: bool) -> None:
+        """Turn to what callbacks have made of the model since."""
+        if self._backend.fit_compiles:  # then that does not count at once
+            return
+        followed, replicas = self._followed, self._backend.replicas
+        if is_first:
+            is_changed = replicas.any(followed.has_changed())
+        else:
+            # Several processes would have to ask at every batch.
+            is_changed = replicas.processes == 1 and followed.has_been_changed()
+        followed.pace.note_window()
+        if is_changed:
+            self._followed = self._backend.followed = followed.anew()
+            self._step.forget()
 
     def _check_text(self, batch: Batch) -> None:
         compile_option(
