@@ -100,11 +100,16 @@ class Trials:
         assert isinstance(parts.backend, Backend)
         self.backend = parts.backend
         self.jit_compile = should_compile_evaluation(self.backend, jit_compile)
+        self.captured: list[Variable] = []
 
     @property
     def all_variables(self) -> list[Variable]:
-        """Every variable that a run reads or writes, each once."""
-        return unique([*self._model.variables, *self.parts.variables])
+        """Every variable that a run reads or writes, each once.
+
+        Those that belong to nobody are known once a run has been traced.
+        """
+        variables = [*self._model.variables, *self.parts.variables]
+        return unique([*variables, *self.captured])
 
     def coupling_layers(self, window: Window) -> list[Layer]:
         """Find the layer that in training first makes rows depend on others.
@@ -262,6 +267,7 @@ class _Runner:
         By the model as it is, and once more by one of other weights: of a
         router, for example, that sends all examples one way by chance.
         """
+        self._look_up_variables()
         here, elsewhere = self._values(groups, 0.0), self._values(groups, 1.0)
         again = self._measure([groups[0], groups[1]])
         traced = self._traced[2]
@@ -281,6 +287,13 @@ class _Runner:
             replace(trial, origin=origin, rows=self._rows)
             for trial, origin in zip(trials, origins, strict=True)
         ]
+
+    def _look_up_variables(self) -> None:
+        """Let what has been traced read all variables as such."""
+        variables = self._trials.all_variables
+        if len(variables) > len(self._variables):
+            self._variables = variables
+            self._compiled.clear()
 
     def _values(
         self, groups: Sequence[Batch], otherness: float
@@ -335,6 +348,20 @@ class _Runner:
                 batch = self._hooks.on_micro_batch(batch, info)
         return batch
 
+    def _move(self, otherness: Tensor) -> None:
+        """Make another model of it where `otherness`, a scalar, is 1.
+
+        What is zero gets another number, also where it is not trained: a
+        penalty by which nothing is multiplied yet, for example.
+        """
+        trained = set(map(id, self._hooks.model.trainable_variables))
+        for variable in self._variables:
+            value = variable.value
+            if id(variable) in trained:
+                variable.assign(_moved(value, otherness))
+            elif "float" in str(value.dtype) and not is_random_state(variable):
+                variable.assign(_filled(value, otherness))
+
     def _run(self, batch: Batch, otherness: Tensor) -> dict[str, Any]:
         """Measure rows; by other weights where `otherness`, a scalar, is 1."""
         hooks = self._hooks
@@ -349,8 +376,7 @@ class _Runner:
             rows.append(_digest(tensor) if has_rows[-1] else ops.zeros([0, 3]))
 
         with Scratch(self._variables) as scope:
-            for variable in hooks.model.trainable_variables:
-                variable.assign(_moved(variable.value, otherness))
+            self._move(otherness)
             info = self._prepare()
             random = [v for v in self._variables if is_random_state(v)]
             before = [v.value for v in random]
@@ -364,6 +390,7 @@ class _Runner:
                 v.value is not value
                 for v, value in zip(random, before, strict=True)
             ) or any(map(is_random_state, scope.others_written.values()))
+        self._trials.captured = list(scope.others_read.values())
         losses = measured.losses
         self._traced[size // self._rows] = _Traced(
             origins=[loss.origin for loss in losses],
@@ -474,10 +501,22 @@ def _has_rows(tensor: Tensor, size: int) -> bool:
 
 def _moved(value: Tensor, otherness: Tensor) -> Tensor:
     """Move weights far away, or leave them as they are where that is 0."""
+    factor = 1.0 + otherness * (_signs(value) - 1.0)
+    moved = value * ops.cast(factor, value.dtype)
+    return _filled(moved, otherness * _signs(value))
+
+
+def _filled(value: Tensor, numbers: Tensor) -> Tensor:
+    """Put small numbers where there are zeros, tenths of those given."""
+    small = ops.broadcast_to(ops.cast(0.1 * numbers, value.dtype), value.shape)
+    return ops.where(value == 0, small, value)
+
+
+def _signs(value: Tensor) -> Tensor:
+    """Give numbers from -1 to 1, one for each of a tensor's, float32."""
     size = int(np.prod(value.shape))
     signs = ops.cos(ops.arange(size, dtype="float32") * 1.7)
-    factor = 1.0 + otherness * (ops.reshape(signs, value.shape) - 1.0)
-    return value * ops.cast(factor, value.dtype)
+    return ops.reshape(signs, value.shape)
 
 
 def _digest(tensor: Tensor) -> Tensor:

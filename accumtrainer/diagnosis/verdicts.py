@@ -48,6 +48,8 @@ FAILS_FROM = {"float32": 2e-5, "half": 2e-2}
 # The same of values on batches of different sizes, which compilers may round
 # otherwise, and random layers do otherwise altogether.
 SIZES_AGREE_WITHIN = {"float32": 1e-4, "half": 5e-2, "random": 0.3}
+# How far from adding up values in half precision are if they clearly do not.
+FAILS_CLEARLY_FROM = 0.3
 # How far ratios that three parts of a batch show, two by two, may disagree.
 RATIOS_AGREE_WITHIN = 0.02
 # The same of one ratio with two models.
@@ -124,6 +126,9 @@ def _judge(values: LossValues, is_sum: bool, kind: str) -> LossTrial:
         elif coupling <= ADDS_UP_WITHIN and counts_fit:
             if not _adds_up(values.totals, RATIOS_AGREE_WITHIN):
                 return LossTrial(verdict="size")
+    elif kind == "half" and coupling <= FAILS_FROM["half"] and counts_fit:
+        if not _adds_up(values.totals, FAILS_CLEARLY_FROM):
+            return LossTrial(verdict="mixes")
     if coupling <= FAILS_FROM["half" if kind == "half" else "float32"]:
         return LossTrial(verdict="unknown")
     return LossTrial(verdict="couples" if kind == "float32" else "mixes")
@@ -150,6 +155,10 @@ def judge_loss(
             trial = LossTrial(verdict="unknown")
     if trial.verdict in ("right", "unknown"):
         other = _judge(elsewhere, is_sum, kind)
+        if trial.verdict == "unknown" and other.verdict in ("sum", "size"):
+            return other
+        if trial.verdict == "unknown" and other.verdict == "other":
+            return replace(other, verdict="mixes")
         return other if other.verdict in ("couples", "mixes") else trial
     if trial.verdict == "other":
         # A Dice loss is a mean by what is predicted; its gradient is none.

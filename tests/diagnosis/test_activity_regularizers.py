@@ -53,14 +53,13 @@ NO_SUMS = {
 }
 
 
-def make_model(regularizer):
+def make_model(regularizer, **options):
     keras.utils.set_random_seed(2)
+    options = {"activation": "tanh", "name": "code", **options}
     model = keras.Sequential(
         [
             keras.Input([5]),
-            layers.Dense(
-                8, "tanh", activity_regularizer=regularizer, name="code"
-            ),
+            layers.Dense(8, activity_regularizer=regularizer, **options),
             layers.Dense(3),
         ]
     )
@@ -109,6 +108,88 @@ def test_sums_of_users_are_exact(regularizer, train):
         train(regularizer), by_keras(regularizer), strict=True
     ):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def scaled_mean(weight):
+    return lambda a: weight * ops.mean(ops.square(a))
+
+
+def scaled_sum(weight):
+    return lambda a: weight * ops.sum(ops.square(a))
+
+
+class WarmUp(keras.callbacks.Callback):
+    """Raises the weight of a penalty, which begins at zero."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.weight.assign(0.3 * epoch)
+
+
+@pytest.mark.parametrize("is_tracked", [True, False])
+@pytest.mark.parametrize("make", [scaled_mean, scaled_sum])
+def test_a_penalty_that_is_zero_at_first_is_tried_with_another_weight(
+    make, is_tracked
+):
+    def train(fit, model, weight, is_tracked=True):
+        weight.assign(0.0)
+        model.penalty = weight if is_tracked else None
+        how = {"batch_size": 16, "epochs": 3, "verbose": 0, "shuffle": False}
+        fit(X, Y, callbacks=[WarmUp(weight)], **how)
+        return list(map(ops.convert_to_numpy, model.trainable_variables))
+
+    weight = keras.Variable(0.0, trainable=False, name="penalty")
+    model = make_model(make(weight))
+    accumulation = Accumulation(micro_batch_size=4)
+    trainer = Trainer(model, accumulation=accumulation)
+    if make is scaled_mean:
+        with pytest.raises(ValueError, match="is no sum over samples"):
+            train(trainer.fit, model, weight, is_tracked)
+        return
+    found = train(trainer.fit, model, weight, is_tracked)
+    model = make_model(make(weight))
+    expected = train(model.fit, model, weight)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("regularizer", [mean_square, Squares()])
+def test_a_penalty_on_what_is_zero_at_first_is_tried_with_other_weights(
+    regularizer,
+):
+    def train(accumulation):
+        model = make_model(
+            regularizer, activation=None, kernel_initializer="zeros"
+        )
+        trainer = Trainer(model, accumulation=accumulation)
+        trainer.fit(X, Y, batch_size=16, epochs=3, verbose=0)
+        return model.get_weights()
+
+    if regularizer is mean_square:
+        with pytest.raises(ValueError, match="is no sum over samples"):
+            train(Accumulation(micro_batch_size=4))
+        return
+    found, expected = train(Accumulation(micro_batch_size=4)), train(1)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() == "tensorflow",
+    reason="TensorFlow multiplies no penalty of bfloat16 by Keras's float32",
+)
+def test_a_penalty_in_half_precision_is_tried_too():
+    def train(regularizer):
+        model = make_model(regularizer, dtype="mixed_bfloat16")
+        trainer = Trainer(model, accumulation=Accumulation(micro_batch_size=4))
+        trainer.fit(X, Y, batch_size=16, verbose=0)
+
+    train(Squares())
+    with pytest.raises(ValueError, match="activity regularizer of code"):
+        train(mean_square)
 
 
 @pytest.mark.parametrize("regularizer", NO_SUMS)
