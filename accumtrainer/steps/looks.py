@@ -27,6 +27,9 @@ class Looks:
         things: list of all, which is kept so that none of them can go and
             another be taken for it.
         describe: function from the index of one of them to what it is part of.
+
+    Attributes:
+        things: the list.
     """
 
     def __init__(
@@ -34,7 +37,7 @@ class Looks:
         things: Sequence[Any],
         describe: Callable[[int], str] = lambda position: "the model",
     ):
-        self._things = things
+        self.things = things
         self._describe = describe
 
     def change_since(self, before: "Looks") -> str | None:
@@ -45,7 +48,7 @@ class Looks:
         """
         # What is missing equals nothing, not even `None`.
         pairs = itertools.zip_longest(
-            self._things, before._things, fillvalue=object()
+            self.things, before.things, fillvalue=object()
         )
         for position, (one, other) in enumerate(pairs):
             is_equal = (
@@ -54,7 +57,7 @@ class Looks:
                 and one == other
             )
             if one is not other and not is_equal:
-                return self._describe(min(position, len(self._things) - 1))
+                return self._describe(min(position, len(self.things) - 1))
         return None
 
 
@@ -67,6 +70,10 @@ class Followed:
     Args:
         look: notes what programs are made from by now.
         pace: how often that has changed.
+
+    Attributes:
+        changed_by_code: what code has changed as it ran in the last scope, if
+            anything.
     """
 
     def __init__(self, look: Callable[[], Looks], pace: "Pace | None" = None):
@@ -77,25 +84,32 @@ class Followed:
         self._outdated_by: str | None = None
         self._has_run = False
         self._is_expecting = False
+        self.changed_by_code: str | None = None
 
     def anew(self) -> "Followed":
         """Make one for programs that are yet to be made."""
         return Followed(self._look, self.pace)
 
     @contextlib.contextmanager
-    def trying(self) -> Iterator[None]:
-        """Make a scope in which code runs to learn what it does."""
-        self._compare()
+    def trying(self) -> Iterator[Looks]:
+        """Make a scope in which code runs to learn what it does.
+
+        Returns:
+            `Looks` as there are before it runs.
+        """
+        before = self._look()
+        self._compare(before)
         try:
-            yield
+            yield before
         finally:
             self._last = self._look()
+            self.changed_by_code = self._last.change_since(before)
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Make a scope in which code runs to be recorded."""
-        with self.trying():
-            yield
+    def recording(self) -> Iterator[Looks]:
+        """Make such a scope in which code runs to be recorded."""
+        with self.trying() as before:
+            yield before
         self._is_recorded = True
 
     def note_run(self) -> None:
@@ -132,10 +146,11 @@ class Followed:
             return self._look().change_since(self._last)
         return self._outdated_by
 
-    def _compare(self) -> None:
+    def _compare(self, now: Looks) -> None:
         """Note whether an earlier program lacks what has changed since."""
-        if self._is_recorded and not self._has_run:
-            self._outdated_by = self._change()
+        is_open = self._outdated_by is None and self._last is not None
+        if self._is_recorded and not self._has_run and is_open:
+            self._outdated_by = now.change_since(self._last)
 
 
 class Pace:

@@ -30,7 +30,7 @@ class Settings:
 
 
 class Noting(layers.Layer):
-    """Notes what it is given, as nobody asked it to."""
+    """Notes once which shapes it is given, as nobody asked it to."""
 
     factor = 1.0
 
@@ -40,7 +40,8 @@ class Noting(layers.Layer):
         self.table = np.ones([6, 6], "float32")
 
     def call(self, x):
-        self.seen.append(tuple(x.shape))
+        if tuple(x.shape) not in self.seen:
+            self.seen.append(tuple(x.shape))
         by = self.settings.factors[0]["factor"][0] * self.factor
         return by * float(self.table[0, 0]) * x
 

@@ -33,6 +33,7 @@ from accumtrainer.steps.torch.gradients import (
     gradients_of_rows,
     map_rows,
 )
+from accumtrainer.steps.torch.host_draws import host_draws_put_back
 from accumtrainer.steps.torch.layouts import Order, lay_out
 from accumtrainer.steps.torch.looks import (
     attributes_of,
@@ -42,7 +43,7 @@ from accumtrainer.steps.torch.looks import (
 from accumtrainer.steps.torch.loops import record_scan
 from accumtrainer.steps.torch.marks import record_branch
 from accumtrainer.steps.torch.modules import Modules, show_parameters
-from accumtrainer.steps.torch.programs import Holder, Program
+from accumtrainer.steps.torch.programs import ChangedError, Holder, Program
 from accumtrainer.steps.torch.replicas import TorchReplicas
 from accumtrainer.steps.torch.scopes import Copied, Pending, innermost
 from accumtrainer.steps.torch.seeds import (
@@ -154,8 +155,8 @@ class TorchBackend(Backend):
         with (
             torch.no_grad(),
             torch.random.fork_rng(),
-            self.followed.trying(),
-            _unchanged(self._model or self._modules.model) as numbers,
+            self.followed.trying() as looks,
+            _unchanged(self._model or self._modules.model, looks) as numbers,
             trial,
             self._modules.computing(is_trial=True),
         ):
@@ -216,15 +217,17 @@ class TorchBackend(Backend):
         try:
             model = self._model or self._modules.model  # the latter in `fit`
             with (
-                self.followed.recording(),
+                self.followed.recording() as looks,
                 recorded_draws(),
-                _unchanged(model) as numbers,
+                _unchanged(model, looks) as numbers,
             ):
                 yield
         finally:
             self._is_recording = False
         if numbers:
             raise ValueError(f"{numbers[0]} counts")
+        if self.followed.changed_by_code is not None:
+            raise ChangedError(f"{self.followed.changed_by_code} changes")
 
     def check(self, was_applied: Callable[[], bool]) -> None:
         pass  # PyTorch raises where an index is outside
@@ -390,8 +393,12 @@ class TorchBackend(Backend):
 
 
 @contextlib.contextmanager
-def _unchanged(model: Model | None) -> Iterator[list[str]]:
+def _unchanged(model: Model | None, looks: Looks) -> Iterator[list[str]]:
     """Put back what layers, and others, keep beside their variables.
+
+    Args:
+        model: whose layers they are.
+        looks: what code reads.
 
     Returns:
         List that has the names of what they keep that no function which is
@@ -404,8 +411,12 @@ def _unchanged(model: Model | None) -> Iterator[list[str]]:
     metrics = all_metrics(model) if layers else []
     known = {id(one) for one in [*metrics, *modules_of(layers)]}
     others = [one for one in objects_of(layers) if id(one) not in known]
+    # As they are built, layers draw their seeds.
+    is_built = model is not None and model.built
+    put_back = host_draws_put_back if is_built else contextlib.nullcontext
     try:
         with (
+            put_back(looks.things) as drawn,
             attributes_put_back(modules_of(layers)) as of_layers,
             attributes_put_back([*metrics, *others]) as of_others,
         ):
@@ -413,6 +424,7 @@ def _unchanged(model: Model | None) -> Iterator[list[str]]:
     finally:
         for buffer, value in before.items():
             buffer.copy_(value)
+    numbers += drawn if is_built else ()
     numbers += of_others
     numbers += (name for name, old in of_layers.items() if not has_tensors(old))
 

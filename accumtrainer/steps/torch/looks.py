@@ -208,9 +208,12 @@ def _with_attributes(opened: Callable[[Any], Opened]) -> Callable:
     return open_both
 
 
-def _package(module: str | None) -> str:
-    """Return the package of a module."""
-    return (module or "").partition(".")[0]
+def _package(module: Any) -> str:
+    """Return the package of a module, "" where what says so is no name.
+
+    Of a class that Cython has made it is not.
+    """
+    return module.partition(".")[0] if isinstance(module, str) else ""
 
 
 def _open_object(owner: Any) -> Opened:
@@ -285,7 +288,7 @@ def read_from_outside(function: types.FunctionType) -> dict[str, Any]:
     }
 
 
-def _is_known(module: str | None) -> bool:
+def _is_known(module: Any) -> bool:
     """Whether nobody changes classes and functions of it, or what they read."""
     package = _package(module)
     return package in NOT_OF_USERS or package in CLOSED

@@ -24,6 +24,10 @@ MOST_SHAPES = 8
 """For how many sets of shapes a function is recorded."""
 
 
+class ChangedError(ValueError):
+    """Code has changed, as it was recorded, what it will read."""
+
+
 class Holder:
     """The memory of a program's variables, looked up once.
 
@@ -139,18 +143,12 @@ class Program:
         return self._recorded[key]
 
     def _record(self, leaves: list[Tensor], treedef: Any) -> "Recording | None":
-        assert self._recording is not None
-        further: list[Variable] = []
         try:
-            with torch.no_grad(), self._recording():
-                while True:
-                    variables = [*self._holder.variables, *further]
-                    recorder = _Recorder(self._function, variables, treedef)
-                    given = [*Memory(variables).tensors, *leaves]
-                    graph = Graph(recorder, given, compiles=self._compiles)
-                    if not recorder.missing:
-                        return Recording(graph, recorder.structure, further)
-                    further += recorder.missing
+            try:
+                return self._record_once(leaves, treedef)
+            except ChangedError:
+                # What is made once for each shape is there by now.
+                return self._record_once(leaves, treedef)
         except Exception as error:
             reason = describe(error)
         if self._compiles:
@@ -158,6 +156,19 @@ class Program:
                 errors.WITHOUT_TORCH_COMPILE.format(error=reason), stacklevel=2
             )
         return None
+
+    def _record_once(self, leaves: list[Tensor], treedef: Any) -> "Recording":
+        assert self._recording is not None
+        further: list[Variable] = []
+        with torch.no_grad(), self._recording():
+            while True:
+                variables = [*self._holder.variables, *further]
+                recorder = _Recorder(self._function, variables, treedef)
+                given = [*Memory(variables).tensors, *leaves]
+                graph = Graph(recorder, given, compiles=self._compiles)
+                if not recorder.missing:
+                    return Recording(graph, recorder.structure, further)
+                further += recorder.missing
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,166 @@
+"""PyTorch: what layers draw on the host, or count, is new in every step."""
+
+import random
+
+import numpy as np
+import pytest
+from numpy.random import uniform
+
+from accumtrainer import Trainer
+from accumtrainer.keras_api import BACKEND, keras
+
+if BACKEND != "torch":
+    pytest.skip("is about PyTorch", allow_module_level=True)
+
+from recorded import note_graphs
+from samples import X, Y
+
+HOW = {"batch_size": 2, "epochs": 3, "shuffle": False, "verbose": 0}
+
+
+class Dropping(keras.layers.Layer):
+    """Leaves a layer out at random, as a host says."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.dense = keras.layers.Dense(6)
+        self.source = source
+
+    def call(self, x, training=False):
+        keeps = float(self.source() > 0.5) if training else 0.5
+        return x + keeps * self.dense(x)
+
+
+def kept_by(make, seed):
+    """Give a source that keeps a generator of its own."""
+    generator = make(seed)
+    return lambda: generator.random()
+
+
+SOURCES = {
+    "random": lambda: random.random,
+    "numpy": lambda: lambda: np.random.rand(),
+    "Cython": lambda: lambda: uniform(0, 1),
+    "Random": lambda: kept_by(random.Random, 3),
+    "Generator": lambda: kept_by(np.random.default_rng, 3),
+    "RandomState": lambda: np.random.RandomState(3).rand,
+}
+
+
+def make_model(layer):
+    keras.utils.set_random_seed(5)
+    model = keras.Sequential(
+        [keras.Input(X.shape[1:]), layer, keras.layers.Dense(Y.shape[1])]
+    )
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    return model
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("source", SOURCES)
+def test_layers_draw_on_the_host_as_in_keras(source, run_eagerly):
+    def train(by):
+        keras.utils.set_random_seed(5)
+        layer = Dropping(lambda: 1.0)
+        by = by(make_model(layer))
+        by.train_on_batch(X, Y)  # Keras draws in vain as it builds
+        random.seed(5)
+        np.random.seed(5)
+        layer.source = SOURCES[source]()
+        return by.fit(X, Y, **HOW).history["loss"]
+
+    found = train(lambda model: Trainer(model, run_eagerly=run_eagerly))
+    np.testing.assert_allclose(found, train(lambda model: model), rtol=1e-5)
+
+
+class Counting(keras.layers.Layer):
+    """Scales by how often it has been called."""
+
+    def __init__(self, start, step):
+        super().__init__()
+        self.state, self.step = start, step
+
+    def call(self, x):
+        self.step(self)
+        return x * self.scale()
+
+    def scale(self):
+        return 1 + 0.1 * (int(np.sum(self.flat(self.state))) % 7)
+
+    def flat(self, state):
+        if isinstance(state, dict):
+            return self.flat(list(state.values()))
+        if isinstance(state, list):
+            return sum(map(self.flat, state))
+        return len(state) if isinstance(state, str) else state
+
+
+def count_deep(layer):
+    layer.state["stats"]["calls"] += 1
+
+
+def count_in_place(layer):
+    layer.state[0] += 1
+
+
+def grow(layer):
+    layer.state.append("x")
+
+
+def flip(layer):
+    layer.state = not layer.state
+
+
+def replace(layer):
+    layer.state = layer.state + 1
+
+
+def lengthen(layer):
+    layer.state += "x"
+
+
+COUNTS = {
+    flip: lambda: False,
+    replace: lambda: np.int64(0),
+    lengthen: lambda: "",
+    count_deep: lambda: {"stats": {"calls": 0}},
+    count_in_place: lambda: np.zeros(1),
+    grow: lambda: [],
+}
+
+
+@pytest.mark.parametrize("step", COUNTS)
+def test_what_a_layer_counts_in_anything_counts_on_in_every_step(step):
+    def losses(by):
+        model = make_model(Counting(COUNTS[step](), step))
+        model.optimizer.learning_rate = 0.0
+        by = by(model)
+        # It comes round again every seven calls, or two.
+        return sorted(float(by.train_on_batch(X, Y)) for _ in range(14))
+
+    expected = losses(lambda model: model)
+    assert expected[0] < expected[-1]
+    np.testing.assert_allclose(losses(Trainer), expected, rtol=1e-5)
+
+
+class Caching(keras.layers.Layer):
+    """Keeps what it has made for a shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = {}
+
+    def call(self, x):
+        shape = tuple(x.shape)
+        if shape not in self.made:
+            self.made[shape] = {"table": np.full(shape[1:], 2.0, "float32")}
+        return x * float(self.made[shape]["table"].ravel()[0])
+
+
+def test_what_is_made_once_for_each_shape_is_recorded(monkeypatch):
+    trainer = Trainer(make_model(Caching()))
+    graphs = note_graphs(monkeypatch)
+    trainer.train_on_batch(X[:4], Y[:4])
+    one = len(graphs)
+    trainer.train_on_batch(X[:3], Y[:3])
+    assert 0 < one < len(graphs)
