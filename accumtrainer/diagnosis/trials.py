@@ -22,6 +22,13 @@ from typing import Any, Literal
 import numpy as np
 
 from accumtrainer.data.batches import Batch, Window, map_leaves
+from accumtrainer.diagnosis.groups import (
+    groups_of,
+    join,
+    numbers_of,
+    size_of,
+    to_host,
+)
 from accumtrainer.diagnosis.inspection import flatten_operations, recording
 from accumtrainer.diagnosis.verdicts import (
     QUADRUPLES,
@@ -38,9 +45,6 @@ from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.passes import Passes
 from accumtrainer.window.state import Scratch
 from accumtrainer.window.weighing import Share
-
-MOST_ROWS = 16
-"""Rows of a group, which are enough to tell."""
 
 VAGUE = ("mixes", "unknown")
 """Verdicts that leave something open."""
@@ -118,7 +122,7 @@ class Trials:
             The layer in a list; an empty one where there is none, or where
             nobody can tell.
         """
-        groups = _groups_of(window)
+        groups = groups_of(window)
         if groups is None:
             return []
         for runner in self._runners(groups, training=True):
@@ -128,11 +132,11 @@ class Trials:
 
     def hook_couples(self, window: Window) -> bool:
         """Whether `on_micro_batch` makes rows depend on each other."""
-        groups = _groups_of(window)
+        groups = groups_of(window)
         if groups is None or not self._hooks.overrides("on_micro_batch"):
             return False
         with contextlib.suppress(Exception):
-            runner = _Runner(self, [], rows=_size(groups[0]), training=True)
+            runner = _Runner(self, [], rows=size_of(groups[0]), training=True)
             return runner.hook_couples(groups)
         return False
 
@@ -144,7 +148,7 @@ class Trials:
         Returns:
             One per loss in their order; an empty one where nobody can tell.
         """
-        groups = _groups_of(window)
+        groups = groups_of(window)
         if groups is None or self._hooks.has_window_loss:
             return []
         found: list[LossTrial] = []
@@ -185,7 +189,7 @@ class Trials:
         model = self._model
         above = [*getattr(model, "layers", ()), model]
         for operations in (flatten_operations(model), above, [model]):
-            rows = _size(groups[0])
+            rows = size_of(groups[0])
             yield _Runner(self, operations, rows=rows, training=training)
 
 
@@ -230,7 +234,7 @@ class _Runner:
             self._call(self._change, rows) for rows in ((a, b), (a, b), (a, d))
         )
         size = self._rows
-        leaves = [_leaves(batch, size) for batch in (one, again, other)]
+        leaves = [numbers_of(batch, size) for batch in (one, again, other)]
         pairs = list(zip(*leaves, strict=True))
         is_settled = all(_is_same(x, y) for x, y, _ in pairs)
         return is_settled and not all(_is_same(x, y) for x, _, y in pairs)
@@ -327,8 +331,8 @@ class _Runner:
             )
         try:
             return tree.map_structure(
-                lambda leaf: None if leaf is None else _to_host(leaf),
-                self._compiled[key](_join(groups), *arguments),
+                lambda leaf: None if leaf is None else to_host(leaf),
+                self._compiled[key](join(groups), *arguments),
             )
         finally:
             self._backend.write_back()
@@ -368,7 +372,7 @@ class _Runner:
         layers: list[Any] = []
         has_rows: list[bool] = []
         rows: list[Tensor] = []
-        size = _size(batch)
+        size = size_of(batch)
 
         def observe(operation: Any, tensor: Tensor) -> None:
             layers.append(operation)
@@ -413,69 +417,6 @@ def _at(runs: dict[tuple[int, ...], _Run], index: int) -> LossValues:
         totals={k: float(run.totals[index]) for k, run in runs.items()},
         counts={k: float(run.denominators[index]) for k, run in runs.items()},
     )
-
-
-def _groups_of(window: Window) -> list[Batch] | None:
-    """Take four groups of rows that are spread over a window.
-
-    Two together are no more than a micro-batch, which memory is known to hold,
-    or two samples. Groups of a small window share rows: what adds up does so
-    all the same.
-
-    Returns:
-        List of four `Batch`es, or `None` where there are too few samples.
-    """
-    if window.parts is not None:
-        batch = map_leaves(_to_host, window.parts[0])
-    else:
-        batch = map_leaves(
-            lambda leaf: _to_host(leaf).reshape(-1, *leaf.shape[2:]),
-            window.stacked,
-        )
-    samples = _size(batch)
-    rows = min(samples // 2, max(1, max(window.sizes) // 2), MOST_ROWS)
-    if not rows:
-        return None
-    # Groups that are unlike each other show more.
-    order = np.lexsort((_sums(batch.x, samples), _sums(batch.y, samples)))
-    places = [
-        order[(i * samples // 4 + np.arange(rows)) % samples] for i in range(4)
-    ]
-    return [
-        map_leaves(lambda leaf, rows=rows: leaf[rows], batch) for rows in places
-    ]
-
-
-def _sums(nest: Nest, samples: int) -> np.ndarray:
-    """Add up the numbers of each row, array `(samples,)`."""
-    sums = np.zeros(samples)
-    for leaf in tree.flatten(nest):
-        if leaf is not None and leaf.dtype.kind in "iufb":
-            sums += np.asarray(leaf, "float64").reshape(samples, -1).sum(axis=1)
-    return np.nan_to_num(sums)
-
-
-def _join(groups: Sequence[Batch]) -> Batch:
-    return map_leaves(lambda *leaves: np.concatenate(leaves), *groups)
-
-
-def _size(batch: Batch) -> int:
-    leaves = [leaf for leaf in tree.flatten(batch) if leaf is not None]
-    return int(leaves[0].shape[0])
-
-
-def _leaves(batch: Batch, rows: int) -> list[np.ndarray]:
-    return [
-        np.asarray(leaf, "float64")[:rows]
-        for leaf in tree.flatten(batch)
-        if leaf is not None
-    ]
-
-
-def _to_host(leaf: Any) -> np.ndarray:
-    if isinstance(leaf, np.ndarray):
-        return leaf
-    return np.asarray(ops.convert_to_numpy(leaf))
 
 
 def _is_same(one: np.ndarray, other: np.ndarray) -> bool:

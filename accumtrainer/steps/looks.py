@@ -148,8 +148,9 @@ class Followed:
 
     def _compare(self, now: Looks) -> None:
         """Note whether an earlier program lacks what has changed since."""
-        is_open = self._outdated_by is None and self._last is not None
-        if self._is_recorded and not self._has_run and is_open:
+        if self._last is None or self._outdated_by is not None:
+            return
+        if self._is_recorded and not self._has_run:
             self._outdated_by = now.change_since(self._last)
 
 

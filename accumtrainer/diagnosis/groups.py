@@ -1,0 +1,80 @@
+"""Groups of rows of a window, of which two at a time are tried."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from accumtrainer.data.batches import Batch, Window, map_leaves
+from accumtrainer.keras_api import ops, tree
+from accumtrainer.keras_api.types import Nest
+
+MOST_ROWS = 16
+"""Rows of a group, which are enough to tell."""
+
+
+def groups_of(window: Window) -> list[Batch] | None:
+    """Take four groups of rows that are spread over a window.
+
+    Two together are no more than a micro-batch, which memory is known to hold,
+    or two samples. Groups of a small window share rows: what adds up does so
+    all the same.
+
+    Returns:
+        List of four `Batch`es, or `None` where there are too few samples.
+    """
+    if window.parts is not None:
+        batch = map_leaves(to_host, window.parts[0])
+    else:
+        batch = map_leaves(
+            lambda leaf: to_host(leaf).reshape(-1, *leaf.shape[2:]),
+            window.stacked,
+        )
+    samples = size_of(batch)
+    rows = min(samples // 2, max(1, max(window.sizes) // 2), MOST_ROWS)
+    if not rows:
+        return None
+    # Groups that are unlike each other show more.
+    order = np.lexsort((_sums(batch.x, samples), _sums(batch.y, samples)))
+    places = [
+        order[(i * samples // 4 + np.arange(rows)) % samples] for i in range(4)
+    ]
+    return [
+        map_leaves(lambda leaf, rows=rows: leaf[rows], batch) for rows in places
+    ]
+
+
+def _sums(nest: Nest, samples: int) -> np.ndarray:
+    """Add up the numbers of each row, array `(samples,)`."""
+    sums = np.zeros(samples)
+    for leaf in tree.flatten(nest):
+        if leaf is not None and leaf.dtype.kind in "iufb":
+            sums += np.asarray(leaf, "float64").reshape(samples, -1).sum(axis=1)
+    return np.nan_to_num(sums)
+
+
+def join(groups: Sequence[Batch]) -> Batch:
+    """Make one batch of groups."""
+    return map_leaves(lambda *leaves: np.concatenate(leaves), *groups)
+
+
+def size_of(batch: Batch) -> int:
+    """Count the rows of a batch."""
+    leaves = [leaf for leaf in tree.flatten(batch) if leaf is not None]
+    return int(leaves[0].shape[0])
+
+
+def numbers_of(batch: Batch, rows: int) -> list[np.ndarray]:
+    """List the first rows of the parts of a batch, float64."""
+    return [
+        np.asarray(leaf, "float64")[:rows]
+        for leaf in tree.flatten(batch)
+        if leaf is not None
+    ]
+
+
+def to_host(leaf: Any) -> np.ndarray:
+    """Make a NumPy array of a tensor."""
+    if isinstance(leaf, np.ndarray):
+        return leaf
+    return np.asarray(ops.convert_to_numpy(leaf))
