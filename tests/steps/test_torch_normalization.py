@@ -137,6 +137,27 @@ def test_no_digits_are_lost_far_from_zero():
         assert ours < max(1e-6, theirs)
 
 
+@pytest.mark.parametrize("rows", [2048, 2053, 3069])
+def test_many_rows_are_normalized_alike(rows):
+    agrees(normalized(), *tensors_of((rows, 6)))
+
+
+@pytest.mark.parametrize(
+    "shape, axis", [((16, 64, 64, 6), -1), ((16, 6, 64, 64), 1)]
+)
+def test_no_digits_are_lost_where_many_are_added_up(shape, axis):
+    tensors = [tensor.float() for tensor in tensors_of(shape)]
+    tensors[0] += 1 / 3
+    tensors[1] = abs(tensors[1])  # the sum of which grows and grows
+    with torch.no_grad():
+        graph = graphs.Graph(normalized(axis), tensors, compiles=False)
+        recorded, own = graph(tensors), normalized(axis)(tensors)
+        exact = normalized(axis)([tensor.double() for tensor in tensors])
+    for ours, theirs, value in zip(recorded, own, exact, strict=True):
+        error, limit = (abs(one - value).max() for one in (ours, theirs))
+        assert error < max(1e-6 * abs(value).max(), 2 * limit)
+
+
 def make_model(**options):
     images = keras.Input([6, 6, 3])
     x = layers.BatchNormalization(**options)(images)

@@ -26,23 +26,29 @@ that is not contiguous, Keras's stay.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from math import prod
-from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
 
+from accumtrainer.steps.torch.batch_norm import (
+    ADD,
+    MEAN,
+    MULTIPLY,
+    SCALE,
+    SUBTRACT,
+    SUM,
+    Backward,
+    Forward,
+    Writer,
+)
 from accumtrainer.steps.torch.changes import changed_by, memory_of
 from accumtrainer.steps.torch.marks import MARK
 from accumtrainer.steps.torch.shapes import name_of
 
 aten = torch.ops.aten
 
-MEAN, SUM, EXPAND = aten.mean.dim, aten.sum.dim_IntList, aten.expand.default
-ADD, SUBTRACT, MULTIPLY = aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor
-SCALE, DIVIDE = aten.mul.Scalar, aten.div.Scalar
+EXPAND, DIVIDE = aten.expand.default, aten.div.Scalar
 POWER, NEGATE = aten.pow.Tensor_Scalar, aten.neg.default
 OPERATIONS = {
     *(MEAN, SUM, EXPAND, ADD, SUBTRACT, MULTIPLY),
@@ -67,62 +73,6 @@ def normalize(graph: fx.Graph, changed: set[fx.Node]) -> None:
             if forward and _is_plain(found, forward, changed):
                 _replace(graph, found, forward, changed)
     graph.eliminate_dead_code()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Forward:
-    """What normalizes, by the names above.
-
-    Args:
-        x: the activations.
-        mean: their mean.
-        variance: their variance.
-        root: one by the standard deviation.
-        gamma: the scale.
-        beta: the offset.
-        deviation: `x - mean`, which becomes the result in place.
-        multiply: the operation that multiplies it.
-        add: the one that adds the offset.
-        saved: the copy of the deviation, if there are derivatives.
-    """
-
-    x: fx.Node
-    mean: fx.Node
-    variance: fx.Node
-    root: fx.Node
-    gamma: fx.Node
-    beta: fx.Node
-    deviation: fx.Node
-    multiply: fx.Node
-    add: fx.Node
-    saved: Sequence[fx.Node]
-
-    @property
-    def axes(self) -> Any:
-        """Over which it is normalized."""
-        return self.mean.args[1]
-
-    @property
-    def epsilon(self) -> Any:
-        """What is added to the variance."""
-        return self.root.args[1]
-
-
-@dataclass(frozen=True, slots=True)
-class _Backward:
-    """What the derivatives are computed from, and the derivatives.
-
-    Args:
-        first: the operation that reads the cotangents first.
-        cotangents: of the result.
-        made: by x, gamma and beta; `None` for those that are not needed.
-        others: what is added to that by x, from where else x is read.
-    """
-
-    first: fx.Node
-    cotangents: fx.Node
-    made: Sequence[fx.Node | None]
-    others: Sequence[Any]
 
 
 class _Operations:
@@ -160,7 +110,7 @@ def _key(target: Any, args: Sequence[Any]) -> tuple:
     return target, *(tuple(a) if isinstance(a, list) else a for a in args)
 
 
-def _forward(found: _Operations, deviation: fx.Node) -> _Forward | None:
+def _forward(found: _Operations, deviation: fx.Node) -> Forward | None:
     """Recognize what becomes a normalized value in place."""
     x, mean = deviation.args
     users = found.users(deviation)
@@ -179,7 +129,7 @@ def _forward(found: _Operations, deviation: fx.Node) -> _Forward | None:
     root, gamma = scale.args
     if root.target is not ADD or root.args[0] is not variance:
         return None
-    return _Forward(
+    return Forward(
         x=x,
         mean=mean,
         variance=variance,
@@ -194,7 +144,7 @@ def _forward(found: _Operations, deviation: fx.Node) -> _Forward | None:
 
 
 def _is_plain(
-    found: _Operations, forward: _Forward, changed: set[fx.Node]
+    found: _Operations, forward: Forward, changed: set[fx.Node]
 ) -> bool:
     """Whether it normalizes as PyTorch does, and nothing comes between."""
     nodes = [forward.x, forward.mean, forward.gamma, forward.beta]
@@ -223,7 +173,7 @@ def _is_plain(
 def _replace(
     graph: fx.Graph,
     found: _Operations,
-    forward: _Forward,
+    forward: Forward,
     changed: set[fx.Node],
 ) -> None:
     """Put PyTorch's operations in the place of Keras's, if it is all there."""
@@ -234,13 +184,13 @@ def _replace(
             found, forward, backward, changed
         ):
             return
-    writer = _Writer(graph, forward)
+    writer = Writer(graph, forward)
     changed.add(writer.write_forward())
     if backward is not None:
         writer.write_backward(backward)
 
 
-def _backward(found: _Operations, forward: _Forward) -> _Backward | None:
+def _backward(found: _Operations, forward: Forward) -> Backward | None:
     """Recognize the derivatives."""
     x, mean, root, gamma = (
         forward.x,
@@ -282,7 +232,7 @@ def _backward(found: _Operations, forward: _Forward) -> _Backward | None:
     first = min(readers, key=found.places.__getitem__)
     if not all(_has_shape(other, shape) for other in others):
         return None
-    return _Backward(first, cotangents, made, others)
+    return Backward(first, cotangents, made, others)
 
 
 def _sum_of(
@@ -316,8 +266,8 @@ def _terms(whole: fx.Node) -> list[Any]:
 
 def _is_untouched(
     found: _Operations,
-    forward: _Forward,
-    backward: _Backward,
+    forward: Forward,
+    backward: Backward,
     changed: set[fx.Node],
 ) -> bool:
     """Whether what derivatives are computed from stays what it is."""
@@ -331,108 +281,3 @@ def _is_untouched(
         node.target is MARK or gamma & memory_of(node.all_input_nodes)
         for node in found.changes(backward.first, last)
     )
-
-
-class _Writer:
-    """Writes PyTorch's operations.
-
-    Args:
-        graph: gets them.
-        forward: what they stand for.
-    """
-
-    def __init__(self, graph: fx.Graph, forward: _Forward):
-        self._graph = graph
-        self._forward = forward
-        shape = forward.x.meta["val"].shape
-        (axis,) = set(range(len(shape))) - {
-            axis % len(shape) for axis in forward.axes
-        }
-        # Channels are second for PyTorch, and last where nothing follows.
-        matrix = [prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :])]
-        self._matrix = matrix if matrix[2] > 1 else matrix[:2]
-        self._row = [shape[axis]]
-
-    def write_forward(self) -> fx.Node:
-        """Write what normalizes, and return the result."""
-        forward = self._forward
-        with self._graph.inserting_before(forward.mean):
-            rows = self._rows = self._shape(forward.x, self._matrix)
-            moments = self._call(
-                aten.batch_norm_update_stats.default, rows, None, None, 0.0
-            )
-            self._mean, variance = (self._item(moments, i) for i in range(2))
-            for old, new in zip(
-                (forward.mean, forward.variance),
-                (self._mean, variance),
-                strict=True,
-            ):
-                self._put(new, old)
-        with self._graph.inserting_before(forward.add.next):
-            whole = self._call(
-                aten.native_batch_norm.default,
-                rows,
-                self._shape(forward.gamma, self._row),
-                self._shape(forward.beta, self._row),
-                self._mean,
-                variance,
-                False,
-                0.0,
-                forward.epsilon,
-            )
-            for node in (forward.add, forward.multiply):
-                self._graph.erase_node(node)
-            return self._put(self._item(whole, 0), forward.deviation)
-
-    def write_backward(self, backward: _Backward) -> None:
-        """Write what derivatives there are."""
-        forward = self._forward
-        needed = [node is not None for node in backward.made]
-        with self._graph.inserting_before(backward.first):
-            whole = self._call(
-                aten.native_batch_norm_backward.default,
-                self._shape(backward.cotangents, self._matrix),
-                self._rows,
-                self._shape(forward.gamma, self._row),
-                None,
-                None,
-                self._mean,
-                self._shape(forward.root, self._row),
-                True,
-                forward.epsilon,
-                needed,
-            )
-        for index, node in enumerate(backward.made):
-            if node is None:
-                continue
-            with self._graph.inserting_before(node):
-                value = self._item(whole, index)
-                for other in () if index else backward.others:
-                    value = self._shape(value, list(node.meta["val"].shape))
-                    value = self._call(ADD, value, other)
-                self._put(value, node)
-
-    def _call(self, target: Any, *args: Any) -> fx.Node:
-        node = self._graph.call_function(target, args)
-        given = fx.node.map_arg(args, lambda n: n.meta["val"])
-        node.meta["val"] = target(*given)
-        return node
-
-    def _item(self, items: fx.Node, index: int) -> fx.Node:
-        return self._call(getitem, items, index)
-
-    def _shape(self, node: fx.Node, shape: list[int]) -> fx.Node:
-        """Give a value another shape, from where it first had one."""
-        while node.target is aten.reshape.default:
-            node = node.args[0]
-        if list(node.meta["val"].shape) == shape:
-            return node
-        return self._call(aten.reshape.default, node, shape)
-
-    def _put(self, new: fx.Node, old: fx.Node) -> fx.Node:
-        """Put a value in the place of another."""
-        new = self._shape(new, list(old.meta["val"].shape))
-        old.replace_all_uses_with(
-            new, delete_user_cb=lambda user: user not in self._forward.saved
-        )
-        return new
