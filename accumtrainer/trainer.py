@@ -321,7 +321,7 @@ class Trainer(Answers):
         epochs_before = 0  # a run that goes on knows its own
         if saved is None:
             begun = self.progress_at_most.epochs
-            epochs_before = max(0, begun - options.initial_epoch)
+            epochs_before = max(begun, options.initial_epoch)
         else:
             check_same(saved, self)
             self.seed = saved.about["seed"]

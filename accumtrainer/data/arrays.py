@@ -69,6 +69,7 @@ class ArraySource(Source):
         self._options = options
         self._preprocessing = preprocessing
         self._data = data if preprocessing else self._weighed(data)
+        self._first_epoch = options.first_epoch
         self._epochs_before = options.epochs_before
         steps, batch_size = options.steps, options.batch_size
         if batch_size is None:
@@ -89,7 +90,11 @@ class ArraySource(Source):
         """
         steps = self._options.steps
         round_index, first, stop = part_of_round(
-            epoch, steps, self._batches, start, self._epochs_before
+            epoch - self._first_epoch,
+            steps,
+            self._batches,
+            start,
+            self._epochs_before,
         )
         order = self._order(round_index)
         for batch in range(first, stop):
@@ -108,6 +113,7 @@ class ArraySource(Source):
             "samples": self._samples,
             "batch_size": self.batch_size,
             "shuffle": self._options.shuffle,
+            "first_epoch": self._first_epoch,
             "epochs_before": self._epochs_before,
             "batches": self.batches_per_epoch,
             "has_steps": self._options.steps is not None,
@@ -118,6 +124,7 @@ class ArraySource(Source):
     ) -> None:
         """Go to a place in the same arrays, also with another batch size."""
         del fast_forward
+        self._first_epoch = state.get("first_epoch", 0)
         self._epochs_before = state.get("epochs_before", 0)
         now = self.get_state()
         if position.is_amid_epoch:

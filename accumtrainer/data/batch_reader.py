@@ -13,12 +13,13 @@ class BatchReader:
     """Reads loader items, all of which must be built alike.
 
     Args:
-        options: `class_weight`, which weighs samples by class, `seed` and
-            `epochs_before` of them.
+        options: `class_weight`, which weighs samples by class, `seed`, and
+            which epochs there are.
         preprocessing: what makes of them what the model takes, if anything.
 
     Attributes:
-        epochs_before: epochs of earlier fits, which a source may change.
+        first_epoch: index of the first epoch.
+        epochs_before: epochs before that one.
     """
 
     def __init__(
@@ -26,9 +27,22 @@ class BatchReader:
     ):
         self._class_weight = options.class_weight
         self._seed = options.seed
+        self.first_epoch = options.first_epoch
         self.epochs_before = options.epochs_before
         self._preprocessing = preprocessing
         self._axes: dict[tuple, int] | None = None
+
+    def get_state(self) -> dict[str, int]:
+        """Return what `set_state` needs to count epochs alike."""
+        return {
+            "first_epoch": self.first_epoch,
+            "epochs_before": self.epochs_before,
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Count epochs as in the run that saved a state."""
+        self.first_epoch = state.get("first_epoch", 0)
+        self.epochs_before = state.get("epochs_before", 0)
 
     def batch_of(self, item: Any, epoch: int, index: int) -> Batch:
         """Read an item as a `Batch`, of arrays that stay as they are.
@@ -44,8 +58,8 @@ class BatchReader:
     def _unpack(self, item: Any, epoch: int, index: int) -> Batch:
         if self._preprocessing is None:
             return unpack(item)
-        place = (self._seed, self.epochs_before + epoch, index)
-        return self._preprocessing(item, *place)
+        epochs = self.epochs_before + epoch - self.first_epoch
+        return self._preprocessing(item, self._seed, epochs, index)
 
     def read(self, item: Any, epoch: int, index: int) -> Batch:
         """Read an item as `batch_of` does, and check it.

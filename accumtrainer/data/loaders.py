@@ -106,7 +106,7 @@ class PyDatasetSource(Source):
         return {
             "batches": self.batches_per_epoch,
             "shuffle": self._options.shuffle,
-            "epochs_before": self._reader.epochs_before,
+            **self._reader.get_state(),
             "has_steps": self._steps is not None,
             "epochs_begun": self._epochs_begun,
         }
@@ -121,7 +121,7 @@ class PyDatasetSource(Source):
         about.
         """
         del fast_forward
-        self._reader.epochs_before = state.get("epochs_before", 0)
+        self._reader.set_state(state)
         now = self.get_state()
         if position.is_amid_epoch:
             require_same(["batches", "shuffle"], position, state, now)
@@ -145,15 +145,16 @@ class PyDatasetSource(Source):
 
     def _indices(self, epoch: int, start: int) -> Iterator[int]:
         batches = _num_batches(self._dataset)
+        nth = epoch - self._reader.first_epoch
         if batches is None:
-            begin = epoch * (self._steps or 0)
+            begin = nth * (self._steps or 0)
             end = None if self._steps is None else begin + self._steps
             yield from islice(count(), begin + start, end)
             return
         if batches == 0:
             return
         round_index, first, stop = part_of_round(
-            epoch, self._steps, batches, start, self._reader.epochs_before
+            nth, self._steps, batches, start, self._reader.epochs_before
         )
         order = np.arange(batches)
         if self._options.shuffle:
@@ -266,7 +267,7 @@ class IterableSource(Source):
             "taken": self._taken,
             "times_begun": self._times_begun,
             "last": list(self._last),
-            "epochs_before": self._reader.epochs_before,
+            **self._reader.get_state(),
         }
         if isinstance(self._iterator, KnowsItsPlace):
             state["iterator"] = self._iterator.get_state()
@@ -285,7 +286,7 @@ class IterableSource(Source):
         the same place.
         """
         self._taken = state["taken"]
-        self._reader.epochs_before = state.get("epochs_before", 0)
+        self._reader.set_state(state)
         # Older checkpoints tell no place of the batch taken last.
         epoch, index = state.get("last", (position.epoch, position.batches - 1))
         self._last = (epoch, index)

@@ -34,7 +34,8 @@ class SourceOptions:
         class_weight: by class.
         steps: loader batches in an epoch (`steps_per_epoch`); `None` for one
             round over the data.
-        epochs_before: epochs before epoch 0, whose orders do not come again.
+        first_epoch: index of the epoch that begins with the first batch.
+        epochs_before: epochs before that one, whose orders do not come again.
     """
 
     batch_size: int | None = None
@@ -42,6 +43,7 @@ class SourceOptions:
     seed: int = 0
     class_weight: dict[int, float] | None = None
     steps: int | None = None
+    first_epoch: int = 0
     epochs_before: int = 0
 
     def check_steps(self) -> None:
@@ -226,11 +228,12 @@ def part_of_round(
     with the next round.
 
     Args:
-        epoch: index of the epoch.
+        epoch: how many epochs after the first one.
         steps: loader batches in an epoch.
         batches: loader batches in a round.
         skipped: first batches of the epoch to leave out.
-        epochs_before: epochs before epoch 0, whose rounds are counted too.
+        epochs_before: epochs before the first one, whose rounds are counted
+            too.
 
     Returns:
         `(round_index, start, stop)`.

@@ -92,6 +92,7 @@ class FitData:
                 seed=seed,
                 class_weight=self.class_weight,
                 steps=steps,
+                first_epoch=options.initial_epoch,
                 epochs_before=epochs_before,
             )
         )

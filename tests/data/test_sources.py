@@ -118,6 +118,14 @@ def test_orders_of_the_epochs_before_do_not_come_again():
     assert begun == orders(1)[0][:2]
 
 
+def test_the_first_epoch_begins_with_the_first_batch():
+    source = make_source(
+        np.arange(10), batch_size=2, steps=2, shuffle=False, first_epoch=1
+    )
+    rows = [epoch_of(source, epoch) for epoch in (1, 2)]
+    assert np.ravel(rows).tolist() == list(range(8))
+
+
 def test_steps_without_batch_size_divide_the_data():
     source = make_source(np.arange(10), steps=4)
     assert (source.batch_size, source.batches_per_epoch) == (3, 4)

@@ -51,6 +51,11 @@ def fit_later_epochs_of_dataset(trainer, **options):
     return trainer.fit(OftenShuffled(), **options)
 
 
+def fit_later_epochs_by_steps(trainer, **options):
+    options = {"initial_epoch": 1, "epochs": 4} | options
+    return fit_arrays(trainer, steps_per_epoch=6, **options)
+
+
 class Shuffled:
     """Yields batches in another order every time, drawn from a seed."""
 
@@ -123,6 +128,7 @@ RUNS = {
     "stock_callbacks": (with_stock_callbacks, fit_validating),
     "growing_k": (with_k_that_grows, fit_arrays),
     "dataset": (plain, fit_dataset),
+    "later_epochs_by_steps": (plain, fit_later_epochs_by_steps),
     "list": (plain, fit_list),
     "list_by_steps": (plain, fit_list_by_steps),
     "list_by_too_many_steps": (plain, fit_list_by_too_many_steps),

@@ -10,6 +10,7 @@ from linear import (
     Y,
     assert_same_weights,
     fit,
+    make_model,
     make_trainer,
     weights_of,
 )
@@ -158,6 +159,22 @@ def test_initial_epoch_takes_up_the_order_of_its_epoch():
         weights_of(straight.model), weights_of(broken.model), strict=True
     ):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("is_dataset", [False, True])
+def test_initial_epoch_begins_with_the_first_batch_as_in_keras(is_dataset):
+    def train(model):
+        data = {"x": Batches()} if is_dataset else {"x": X, "y": Y}
+        sizes = {} if is_dataset else {"batch_size": 2}
+        epochs = {"steps_per_epoch": 5, "initial_epoch": 1, "epochs": 3}
+        model.fit(**data, **sizes, **epochs, shuffle=False, verbose=0)
+
+    trainer, _ = make_trainer(accumulation=1)
+    model = make_model()
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    train(trainer)
+    train(model)
+    assert_same_weights(trainer.model, model, rtol=1e-6)
 
 
 @pytest.mark.parametrize("is_dataset", [False, True])
