@@ -50,12 +50,6 @@ aten = torch.ops.aten
 
 EXPAND, DIVIDE = aten.expand.default, aten.div.Scalar
 POWER, NEGATE = aten.pow.Tensor_Scalar, aten.neg.default
-OPERATIONS = {
-    *(MEAN, SUM, EXPAND, ADD, SUBTRACT, MULTIPLY),
-    *(SCALE, DIVIDE, POWER, NEGATE),
-}
-"""What Keras and the derivatives are written in."""
-
 PRECISE = {torch.float32, torch.float64}
 
 
@@ -68,40 +62,37 @@ def normalize(graph: fx.Graph, changed: set[fx.Node]) -> None:
     """
     for node in list(graph.nodes):
         if node.target is SUBTRACT and node in changed:
-            found = _Operations(graph)
-            forward = _forward(found, node)
-            if forward and _is_plain(found, forward, changed):
-                _replace(graph, found, forward, changed)
+            forward = _forward(node)
+            if forward and _is_plain(forward, changed):
+                _replace(graph, forward, changed)
     graph.eliminate_dead_code()
 
 
-class _Operations:
-    """Finds operations by what they make of what."""
+def _find(target: Any, *args: Any) -> fx.Node | None:
+    """Find the operation that makes something of values, if all are there.
 
-    def __init__(self, graph: fx.Graph):
-        self.places = {node: place for place, node in enumerate(graph.nodes)}
-        self._known = {
-            _key(node.target, node.args): node
-            for node in graph.nodes
-            if node.target in OPERATIONS and not node.kwargs
-        }
+    Args:
+        target: of the operation.
+        args: its arguments, the first of them a value; nothing is found where
+            one is `None`.
+    """
+    if None in args:
+        return None
+    key = _key(target, args)
+    for node in args[0].users:
+        if node.target is target and node.users and not node.kwargs:
+            if _key(target, node.args) == key:
+                return node
+    return None
 
-    def __call__(self, target: Any, *args: Any) -> fx.Node | None:
-        """Find the one that makes something of values, if all are there."""
-        node = None if None in args else self._known.get(_key(target, args))
-        return node if node is not None and node.users else None
 
-    def users(self, node: fx.Node) -> list[fx.Node]:
-        """List what reads a value, in order."""
-        return sorted(node.users, key=self.places.__getitem__)
-
-    def changes(self, first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
-        """List what changes values between two operations, and branches."""
-        node = first
-        while node is not last:
-            if node.target is MARK or changed_by([node]):
-                yield node
-            node = node.next
+def _changes(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+    """List what changes values between two operations, and branches."""
+    node = first
+    while node is not last:
+        if node.target is MARK or changed_by([node]):
+            yield node
+        node = node.next
 
 
 def _key(target: Any, args: Sequence[Any]) -> tuple:
@@ -110,10 +101,10 @@ def _key(target: Any, args: Sequence[Any]) -> tuple:
     return target, *(tuple(a) if isinstance(a, list) else a for a in args)
 
 
-def _forward(found: _Operations, deviation: fx.Node) -> Forward | None:
+def _forward(deviation: fx.Node) -> Forward | None:
     """Recognize what becomes a normalized value in place."""
     x, mean = deviation.args
-    users = found.users(deviation)
+    users = sorted(deviation.users)
     names = [name_of(user.target) for user in users]
     saved = users[:1] if names[:1] == ["clone"] else []
     if names[len(saved) :][:2] != ["mul_", "add_"]:
@@ -121,9 +112,9 @@ def _forward(found: _Operations, deviation: fx.Node) -> Forward | None:
     multiply, add = users[len(saved) :][:2]
     scale, beta = multiply.args[1], add.args[1]
     axes = getattr(mean, "args", (x, None))[1]
-    squares = found(MEAN, found(POWER, x, 2), axes, True)
-    variance = found(SUBTRACT, squares, found(POWER, mean, 2))
-    is_mean = variance and found(MEAN, x, axes, True) is mean
+    squares = _find(MEAN, _find(POWER, x, 2), axes, True)
+    variance = _find(SUBTRACT, squares, _find(POWER, mean, 2))
+    is_mean = variance and _find(MEAN, x, axes, True) is mean
     if not is_mean or getattr(scale, "target", None) is not MULTIPLY:
         return None
     root, gamma = scale.args
@@ -143,9 +134,7 @@ def _forward(found: _Operations, deviation: fx.Node) -> Forward | None:
     )
 
 
-def _is_plain(
-    found: _Operations, forward: Forward, changed: set[fx.Node]
-) -> bool:
+def _is_plain(forward: Forward, changed: set[fx.Node]) -> bool:
     """Whether it normalizes as PyTorch does, and nothing comes between."""
     nodes = [forward.x, forward.mean, forward.gamma, forward.beta]
     if not all(isinstance(n, fx.Node) and "val" in n.meta for n in nodes):
@@ -155,7 +144,7 @@ def _is_plain(
     is_known = x.dtype in PRECISE and x.device.type == "cpu"
     is_batch = len(forward.axes) == x.dim() - 1 and x.numel() > mean.numel()
     # The root is taken in place before it is read.
-    root = found.users(forward.root)[0]
+    root = min(forward.root.users)
     own = [root, forward.multiply]
     return (
         is_alike
@@ -165,24 +154,17 @@ def _is_plain(
         and name_of(root.target) == "rsqrt_"
         and not forward.deviation.kwargs
         and not forward.root.kwargs
-        and own == list(found.changes(forward.mean, forward.add))
+        and own == list(_changes(forward.mean, forward.add))
         and not changed & memory_of([forward.x])
     )
 
 
-def _replace(
-    graph: fx.Graph,
-    found: _Operations,
-    forward: Forward,
-    changed: set[fx.Node],
-) -> None:
+def _replace(graph: fx.Graph, forward: Forward, changed: set[fx.Node]) -> None:
     """Put PyTorch's operations in the place of Keras's, if it is all there."""
     backward = None
     if forward.saved:
-        backward = _backward(found, forward)
-        if backward is None or not _is_untouched(
-            found, forward, backward, changed
-        ):
+        backward = _backward(forward)
+        if backward is None or not _is_untouched(forward, backward, changed):
             return
     writer = Writer(graph, forward)
     changed.add(writer.write_forward())
@@ -190,7 +172,7 @@ def _replace(
         writer.write_backward(backward)
 
 
-def _backward(found: _Operations, forward: Forward) -> Backward | None:
+def _backward(forward: Forward) -> Backward | None:
     """Recognize the derivatives."""
     x, mean, root, gamma = (
         forward.x,
@@ -206,30 +188,30 @@ def _backward(found: _Operations, forward: Forward) -> Backward | None:
     shape = x.meta["val"].shape
     count = shape.numel() // mean.meta["val"].numel()
     axes = [axis for axis in forward.axes if shape[axis] != 1]
-    total = found(SUM, product, axes, True)
-    scaled = found(MULTIPLY, cotangents, found(MULTIPLY, root, gamma))
-    half = found(SCALE, found(MULTIPLY, total, gamma), -0.5)
-    by_variance = found(MULTIPLY, half, found(POWER, root, 3))
-    by_mean = found(
+    total = _find(SUM, product, axes, True)
+    scaled = _find(MULTIPLY, cotangents, _find(MULTIPLY, root, gamma))
+    half = _find(SCALE, _find(MULTIPLY, total, gamma), -0.5)
+    by_variance = _find(MULTIPLY, half, _find(POWER, root, 3))
+    by_mean = _find(
         ADD,
-        found(SUM, found(NEGATE, scaled), axes, True),
-        found(MULTIPLY, found(NEGATE, by_variance), found(SCALE, mean, 2.0)),
+        _find(SUM, _find(NEGATE, scaled), axes, True),
+        _find(MULTIPLY, _find(NEGATE, by_variance), _find(SCALE, mean, 2.0)),
     )
     spread, moved = (
-        found(EXPAND, found(DIVIDE, by, count), list(shape))
+        _find(EXPAND, _find(DIVIDE, by, count), list(shape))
         for by in (by_variance, by_mean)
     )
-    by_square = found(MULTIPLY, spread, found(SCALE, x, 2.0))
+    by_square = _find(MULTIPLY, spread, _find(SCALE, x, 2.0))
     whole, others = _sum_of({scaled, by_square, moved}, by_square)
     made = (
         whole,
-        found(MULTIPLY, total, root),
-        found(SUM, cotangents, axes, True),
+        _find(MULTIPLY, total, root),
+        _find(SUM, cotangents, axes, True),
     )
     if total is None or (by_variance is not None and made[0] is None):
         return None
     readers = [n for n in (product, scaled, made[2]) if n is not None]
-    first = min(readers, key=found.places.__getitem__)
+    first = min(readers)
     if not all(_has_shape(other, shape) for other in others):
         return None
     return Backward(first, cotangents, made, others)
@@ -265,19 +247,16 @@ def _terms(whole: fx.Node) -> list[Any]:
 
 
 def _is_untouched(
-    found: _Operations,
-    forward: Forward,
-    backward: Backward,
-    changed: set[fx.Node],
+    forward: Forward, backward: Backward, changed: set[fx.Node]
 ) -> bool:
     """Whether what derivatives are computed from stays what it is."""
     made = [n for n in backward.made if n is not None]
-    last = max(made, key=found.places.__getitem__, default=None)
-    is_later = found.places[backward.first] > found.places[forward.add]
+    last = max(made, default=None)
+    is_later = backward.first > forward.add
     if last is None or not is_later:
         return False
     gamma = memory_of([forward.gamma])
     return not changed & memory_of([backward.cotangents]) and not any(
         node.target is MARK or gamma & memory_of(node.all_input_nodes)
-        for node in found.changes(backward.first, last)
+        for node in _changes(backward.first, last)
     )
