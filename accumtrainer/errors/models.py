@@ -318,6 +318,14 @@ COMPILED_ANEW = (
     "what is to go on."
 )
 
+OTHER_OPTIMIZER = (
+    "model.optimizer must stay trainer.optimizer, which windows are compiled "
+    "with. Received: another one since the Trainer was made, a {now} as "
+    "model.optimizer beside a {before} as trainer.optimizer. Go on with "
+    "Trainer(model, optimizer=...), or change the settings of the one there "
+    "is: trainer.optimizer.learning_rate = 0.1"
+)
+
 MODEL_WITH_OWN_TRAINING = (
     "model must not override {name}, because inside fit GradientAccumulation "
     "takes its place: several batches make one update, and what {name} does "

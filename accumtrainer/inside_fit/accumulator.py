@@ -94,7 +94,6 @@ class FitAccumulator(Hooks):
         self._state: Any = None
         self._set_up()
         self._takeover = Takeover(model, self._step_aside)
-        self._trains: Any = None
         self._trainable: Any = None
         self._open = 0  # micro-batches of the open window that have run
         self._held: list[Any] = []  # those that wait for the rest of it
@@ -145,6 +144,7 @@ class FitAccumulator(Hooks):
             run_eagerly=model.run_eagerly,
         )
         self._kind: Hashable = None
+        self._trains = _identity(model)
 
     # What a callback calls, in this order.
 
@@ -210,6 +210,9 @@ class FitAccumulator(Hooks):
         Raises:
             ValueError: the model was compiled again amid a window.
         """
+        may_change = self._follows_model or self._program is None
+        if may_change and self._trains != _identity(self.model):
+            self.model.make_train_function(force=True)
         if not self._takeover.is_aside:
             return
         if self._takeover.is_outdated:
@@ -315,6 +318,11 @@ class FitAccumulator(Hooks):
         self._counting.set_seconds(time.monotonic() - self._begun)
         return self._logs
 
+    @property
+    def _follows_model(self) -> bool:
+        """Whether Keras's own step would see at once what is changed."""
+        return self.model.run_eagerly or not self._backend.fit_compiles
+
     def _follow_model(self) -> None:
         """Turn to what the model is by now, where Keras's own step would.
 
@@ -324,8 +332,7 @@ class FitAccumulator(Hooks):
         Raises:
             ValueError: that has changed amid a window.
         """
-        is_compiled = self._backend.fit_compiles and not self.model.run_eagerly
-        if is_compiled:
+        if not self._follows_model:
             return
         # Asked as an epoch begins: amid one, layers may change themselves.
         has_been_changed = self._followed.has_been_changed()
@@ -450,7 +457,6 @@ class FitAccumulator(Hooks):
         for note in notes_of_state(self.model, survey.moved, steps):
             self._announce(note)
         self._program = program
-        self._trains = _identity(self.model)
         self._trainable = Trainable(self.model)
 
     def _build_model(self, batch: Batch) -> None:

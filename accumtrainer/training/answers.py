@@ -197,7 +197,7 @@ class Answers(Hooks):
             The loss, or the list of loss and metrics, or a dict of them.
         """
         steps = checked_steps("steps", steps)
-        self._engine.check_compiled()
+        self._engine.compiled.check_metrics()
         source = make_source(
             x,
             y,

@@ -104,6 +104,35 @@ class Compilation:
         )
 
 
+class AsCompiled:
+    """What of a compiled model has to stay as its Trainer has left it.
+
+    Args:
+        hooks: the Trainer, which has compiled the model.
+    """
+
+    def __init__(self, hooks: Hooks):
+        self._hooks = hooks
+        self._metrics = list(hooks.model.metrics)
+
+    def check_metrics(self) -> None:
+        """Refuse a model that has been compiled anew, with new metrics."""
+        model = self._hooks.model
+        now = model.metrics
+        if any(all(old is not new for new in now) for old in self._metrics):
+            raise ValueError(errors.COMPILED_ANEW.format(model=model.name))
+
+    def check_optimizer(self) -> None:
+        """Refuse another optimizer than that of compiled windows."""
+        now, before = self._hooks.model.optimizer, self._hooks.optimizer
+        if now is not before:
+            raise ValueError(
+                errors.OTHER_OPTIMIZER.format(
+                    now=type(now).__name__, before=type(before).__name__
+                )
+            )
+
+
 def settle_compilation(
     model: Model, optimizer: Any, loss_scale: Any, given: dict[str, Any]
 ) -> Compilation:

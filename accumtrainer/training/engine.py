@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-from accumtrainer import errors
 from accumtrainer.config import Accumulation
 from accumtrainer.data.batches import Batch, Window, map_leaves
 from accumtrainer.diagnosis.equivalence import Equivalence
@@ -19,6 +18,7 @@ from accumtrainer.saving.snapshot import Snapshot
 from accumtrainer.steps import Plan, Report, Step, choose_plan, make_backend
 from accumtrainer.steps.looks import Followed, Looks
 from accumtrainer.steps.memory import MemoryPlan, make_memory_plan
+from accumtrainer.training.construction import AsCompiled
 from accumtrainer.training.counting import Counting
 from accumtrainer.training.evaluator import Evaluator
 from accumtrainer.training.examining import Examiner
@@ -47,6 +47,7 @@ class Engine:
         max_consecutive_skips: `None` for any number.
 
     Attributes:
+        compiled: what the model has to stay compiled with.
         counting: counts what has run.
         evaluator: evaluates and predicts.
         lasting: what a snapshot has of it.
@@ -94,7 +95,7 @@ class Engine:
         self._was_shown = True
         self._begins_epoch = False
         self._measures_gradients = False
-        self._compiled = list(self._model.metrics)
+        self.compiled = AsCompiled(hooks)
 
     def _set_up(self) -> None:
         """Make what compiles, which knows of no window yet."""
@@ -181,14 +182,6 @@ class Engine:
         """Whether a window has been prepared for."""
         return self._program is not None
 
-    def check_compiled(self) -> None:
-        """Refuse a model that has been compiled anew, with new metrics."""
-        now = self._model.metrics
-        if any(all(old is not new for new in now) for old in self._compiled):
-            raise ValueError(
-                errors.COMPILED_ANEW.format(model=self._model.name)
-            )
-
     @contextlib.contextmanager
     def following_layers(self, *, is_update: bool = False) -> Iterator[None]:
         """Make a scope that begins with what the model is made of by now.
@@ -226,7 +219,7 @@ class Engine:
         Raises:
             ValueError: the model was compiled anew, with other metrics.
         """
-        self.check_compiled()
+        self.compiled.check_metrics()
         if self._has_other_weights():
             self._turn_to_model()
 
@@ -423,6 +416,7 @@ class Engine:
 
     def run_window(self, window: Window) -> Report:
         """Make one update."""
+        self.compiled.check_optimizer()
         adds_up = self._accumulation.per_example or self.replicas.count > 1
         if adds_up or window.micro_batches > 1:
             self._check_losses(window)

@@ -360,7 +360,7 @@ class FitLoop:
         engine.start_epoch(epoch)
         self._validation_logs = {}
         self._dispatcher.call("on_epoch_begin", epoch, {})
-        engine.check_compiled()
+        engine.compiled.check_metrics()
         is_complete = self._run_windows(upcoming)
         if not position.batches:
             self._has_run_out = True

@@ -25,6 +25,10 @@ def compile_again(model):
     model.make_train_function()
 
 
+def exchange_optimizer(model):
+    model.optimizer = keras.optimizers.SGD(0.05)
+
+
 def put_back(model):
     model.train_function = model.make_train_function()
 
@@ -42,6 +46,7 @@ ACTS = {
     "again": make_again,
     "freeze": freeze,
     "compile": compile_again,
+    "optimizer": exchange_optimizer,
     "train on batch": train_by_keras,
     "activation": exchange_activation,
     "assign": put_back,
@@ -54,7 +59,8 @@ MOMENTS = {
 
 
 def skip_what_keras_cannot(act, moment):
-    is_late = act in (freeze, compile_again) and moment != "first"
+    compiles = act in (freeze, compile_again, exchange_optimizer)
+    is_late = compiles and moment != "first"
     is_late = is_late or (act is train_by_keras and moment == "amid")
     if BACKEND == "jax" and (is_late or act is put_back):
         pytest.skip("Keras's own fit on JAX fails then")

@@ -258,6 +258,39 @@ def test_a_model_compiled_anew_is_refused():
     assert got == pytest.approx(want, rel=1e-5)
 
 
+def assign_between_fits(trainer):
+    fit(trainer)
+    trainer.model.optimizer = keras.optimizers.SGD(0.3)
+    fit(trainer)
+
+
+def assign_amid_a_fit(trainer):
+    def assign(epoch, logs=None):
+        if epoch == 1:
+            trainer.model.optimizer = keras.optimizers.SGD(0.3)
+
+    assigns = keras.callbacks.LambdaCallback(on_epoch_begin=assign)
+    fit(trainer, epochs=2, callbacks=[assigns])
+
+
+def assign_to_the_trainer(trainer):
+    fit(trainer)
+    trainer.optimizer = keras.optimizers.SGD(0.3)
+    trainer.train_on_batch(X, Y)
+
+
+@pytest.mark.parametrize(
+    "train", [assign_between_fits, assign_amid_a_fit, assign_to_the_trainer]
+)
+def test_another_optimizer_is_refused(train):
+    trainer, _ = make_trainer()
+    with pytest.raises(ValueError, match="a SGD as model.optimizer beside"):
+        train(trainer)
+    once, _ = make_trainer()
+    fit(once)
+    assert_same_weights(trainer.model, once.model, rtol=0, atol=0)
+
+
 def test_frozen_layers_stay_as_they_were():
     model = keras.Sequential(
         [keras.Input([3]), keras.layers.Dense(2), keras.layers.Dense(1)]
