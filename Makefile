@@ -2,11 +2,12 @@
 #
 #   make demo     train the digits example
 #   make test     run every test on one of the backends, with one in three of
-#                 its cases (ONE_IN=1 for all); then what holds with Keras Core
-#                 too, and then the tests that come with Keras for its own
-#                 training and callbacks, through a Trainer, divided as well;
-#                 last the examples in docstrings. On TensorFlow, JAX and, where
-#                 it is installed in .venv, PyTorch; for all three
+#                 its cases, and what takes long at some commits only
+#                 (ONE_IN=1 for all); then what holds with Keras Core too, and
+#                 the tests that come with Keras for its own training and
+#                 callbacks, through a Trainer, divided as well; last the
+#                 examples in docstrings. On TensorFlow, JAX and, where it is
+#                 installed in .venv, PyTorch; for all three
 #                 make test BACKENDS="tensorflow jax torch"
 #   make test-keras_own-jax  those of Keras alone; what may fail, and why, is in
 #                 tests/keras_own_tests/may_fail.py

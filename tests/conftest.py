@@ -30,7 +30,13 @@ import hypothesis
 import numpy as np
 import pytest
 import tracing
-from divided import leave_to_later, leave_to_others, tested_backends
+from divided import (
+    leave_to_later,
+    leave_to_others,
+    one_in,
+    test_of,
+    tested_backends,
+)
 
 BACKEND = os.environ["KERAS_BACKEND"]
 KERAS_NAME = os.environ.get("ACCUMTRAINER_KERAS", "keras")
@@ -54,17 +60,13 @@ else:
         leave_to_others(config, items, divided_test_of, BACKEND)
 
 
-def test_of(item):
-    """Give the name of the test of which an item is a case."""
-    return item.nodeid.partition("[")[0]
-
-
 def sampled_test_of(item):
     """Give an item's test where a few of its cases are enough at a commit.
 
     What is marked `any_backend` asks little time, or each case is a claim.
     """
-    return None if item.get_closest_marker("any_backend") else test_of(item)
+    is_any = item.get_closest_marker("any_backend")
+    return None if is_any else test_of(item.nodeid)
 
 
 def divided_test_of(item):
@@ -77,7 +79,7 @@ def divided_test_of(item):
     is_own = item.path.parent.name == "steps" and not is_any
     if item.get_closest_marker("skipif") or is_own:
         return None
-    return test_of(item)
+    return test_of(item.nodeid)
 
 
 # The first example of a test may compile, which no deadline foresees; and a
@@ -201,9 +203,11 @@ def pytest_report_header():
     others = [name for name in tested_backends(BACKEND) if name != BACKEND]
     if others:
         lines.append(f"What {', '.join(others)} run is left to them.")
-    one_in = os.environ.get("TESTED_ONE_IN", "1")
-    if one_in != "1":
-        lines.append(f"Of a test's cases one in {one_in} runs at a commit.")
+    if one_in() > 1:
+        lines.append(
+            f"Of a test's cases one in {one_in()} runs at a commit, of those "
+            "that take long fewer."
+        )
     return lines
 
 

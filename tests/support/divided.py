@@ -1,7 +1,8 @@
 """Choose what of the tests runs at a commit, and divide it among the backends.
 
 `make test` says which backends it tests, which commit, and one in how many of
-a test's cases it wants. What runs, and who leaves what to the others, is drawn
+a test's cases it wants. Of these, one that takes some seconds runs at one of as
+many commits (`slow.py`). What runs, and who leaves what to the others, is drawn
 anew with every commit, so that with the commits every case runs on every
 backend. pytest alone runs all, as does `make test-everything`.
 """
@@ -11,19 +12,31 @@ import importlib.util
 import math
 import os
 
+import slow
 
-def leave_to_later(config, items, test_of):
+
+def leave_to_later(config, items, sampled_test_of):
     """Take out of a run the cases of tests that other commits run.
 
     Args:
         config: the configuration of pytest.
         items: list of what pytest has collected; changes in place.
-        test_of: callable, gives the test of which an item is a case, a str,
-            or None where the item runs at every commit.
+        sampled_test_of: callable, gives the test of which an item is a case, a
+            str, or None where all cases are wanted.
     """
-    groups = group(items, test_of)
+    groups = group(items, sampled_test_of)
     kept = set(groups.pop(None, ())).union(*map(sample, groups.values()))
-    keep(config, items, kept)
+    seconds = slow.seconds_of_tests()
+    keep(
+        config,
+        items,
+        {name for name in kept if is_due(name, seconds.get(test_of(name), 1))},
+    )
+
+
+def test_of(name):
+    """Give the name of the test of a case."""
+    return name.partition("[")[0]
 
 
 def leave_to_others(config, items, group_of, backend):
@@ -65,14 +78,23 @@ def tested_backends(backend):
     return [name for name in names if importlib.util.find_spec(name)]
 
 
+def one_in():
+    """Tell one in how many cases is wanted."""
+    return int(os.environ.get("TESTED_ONE_IN", "1"))
+
+
 def sample(names):
     """Draw as many of the names as run at a commit, at least one.
 
     Returns:
         set of str.
     """
-    one_in = int(os.environ.get("TESTED_ONE_IN", "1"))
-    return set(sorted(names, key=draw)[: math.ceil(len(names) / one_in)])
+    return set(sorted(names, key=draw)[: math.ceil(len(names) / one_in())])
+
+
+def is_due(name, commits):
+    """Whether a commit runs what one of some commits is to run."""
+    return one_in() == 1 or draw(f"{name} again") % commits == 0
 
 
 def share(names, group, backend, backends):

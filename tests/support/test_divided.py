@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import slow
 from divided import leave_to_later, leave_to_others, sample, share
 
 BACKENDS = ["tensorflow", "jax", "torch"]
@@ -81,6 +82,25 @@ def test_at_least_one_case_runs_and_each_with_the_commits(monkeypatch):
         assert len(some) == 1
         seen |= some
     assert seen == set(CASES[:2])
+
+
+def test_what_takes_long_runs_at_one_of_as_many_commits(monkeypatch):
+    monkeypatch.setattr(slow, "seconds_of_tests", lambda: {"test_sum": 5})
+    monkeypatch.setenv("TESTED_ONE_IN", "3")
+    runs = []
+    for commit in range(200):
+        monkeypatch.setenv("TESTED_COMMIT", str(commit))
+        alone, *cases = choose(leave_to_later)
+        assert alone == "test_alone"
+        runs += cases
+    assert 100 < len(runs) < 220  # 4 of them at one commit of 5
+    assert set(runs) == set(CASES)
+
+
+def test_what_takes_long_runs_where_all_is_wanted(monkeypatch):
+    monkeypatch.setattr(slow, "seconds_of_tests", lambda: {"test_alone": 9})
+    monkeypatch.delenv("TESTED_ONE_IN", raising=False)
+    assert choose(leave_to_later) == ["test_alone", *CASES]
 
 
 def test_backend_alone_runs_everything():
