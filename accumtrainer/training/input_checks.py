@@ -283,12 +283,28 @@ def fixed_sizes(model: Model, batch: Batch) -> dict[tuple, dict[int, int]]:
     return fixed
 
 
+class Place(NamedTuple):
+    """Where a batch is, each counted from 0; spelled out only in an error."""
+
+    micro_batch: int
+    window: int
+    epoch: int
+
+    def __str__(self) -> str:
+        return (
+            f"micro-batch {self.micro_batch}, window {self.window} of epoch "
+            f"{self.epoch}"
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputChecks:
     """What is checked of every window before it runs.
 
     Args:
         sizes: dict, from `fixed_sizes`.
+        inputs_may_vary: whether the model takes inputs of other sizes too, as
+            a `Sequential` does, which leaves that to its layers.
         indices: dict by field, from `id_rules` and `label_rules`; with
             `numbers` only.
         numbers: whether every number is looked at.
@@ -300,6 +316,7 @@ class InputChecks:
     """
 
     sizes: Any
+    inputs_may_vary: bool = False
     indices: Any = None
     numbers: bool = False
 
@@ -322,7 +339,12 @@ class InputChecks:
             sizes = {key: size for key, size in sizes.items() if key[0] == "x"}
         if numbers and not has_own_loss:
             rules["y"] = label_rules(model, model.loss, batch.y)
-        return cls(sizes=sizes, indices=rules, numbers=numbers)
+        return cls(
+            sizes=sizes,
+            inputs_may_vary=model.input_spec is None,
+            indices=rules,
+            numbers=numbers,
+        )
 
     def check(self, window: Window, *, epoch: int, index: int) -> None:
         """Refuse a window that cannot be right.
@@ -339,47 +361,23 @@ class InputChecks:
         for position, batch in enumerate(batches):
             axis = 1 if window.is_even else 0
             place = Place(position, index, epoch)
-            check_sizes(batch, self.sizes, place, axis)
+            self._check_sizes(batch, place, axis)
         if not self.numbers:
             return
         for position, batch in enumerate(window.split()):
             place = Place(position, index, epoch)
             check_numbers(batch, self.indices or {}, place)
 
-
-class Place(NamedTuple):
-    """Where a batch is, each counted from 0; spelled out only in an error."""
-
-    micro_batch: int
-    window: int
-    epoch: int
-
-    def __str__(self) -> str:
-        return (
-            f"micro-batch {self.micro_batch}, window {self.window} of epoch "
-            f"{self.epoch}"
-        )
-
-
-def check_sizes(
-    batch: Any, sizes: dict, place: Place, samples_axis: int = 0
-) -> None:
-    """Refuse arrays whose fixed axes have another size than before.
-
-    Args:
-        batch: `Batch`.
-        sizes: dict, from `fixed_sizes`.
-        place: `Place` of the batch, for the message.
-        samples_axis: which axis counts the samples.
-
-    Raises:
-        DataError: an axis has another size.
-    """
-    for (field, path), axes in sizes.items():
-        shape = dict(named_arrays(getattr(batch, field)))[path].shape
-        shape = shape[samples_axis:]
-        for axis, size in axes.items():
-            if shape[axis] != size:
+    def _check_sizes(self, batch: Any, place: Place, samples_axis: int) -> None:
+        """Refuse arrays whose fixed axes have another size than before."""
+        for (field, path), axes in self.sizes.items():
+            shape = dict(named_arrays(getattr(batch, field)))[path].shape
+            shape = shape[samples_axis:]
+            for axis, size in axes.items():
+                if shape[axis] == size:
+                    continue
+                if field == "x" and self.inputs_may_vary:
+                    return  # outputs, and targets with them, vary as well
                 raise errors.DataError(
                     errors.OTHER_SIZE.format(
                         name=name_of(field, path),

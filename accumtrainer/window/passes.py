@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from accumtrainer.data.batches import Batch
-from accumtrainer.keras_api import flatten_layers, ops, tree
+from accumtrainer.data.batches import Batch, leaves
+from accumtrainer.keras_api import flatten_layers, ops
 from accumtrainer.keras_api.types import Nest, Tensor, Variable
 from accumtrainer.layers import WindowLayer
 from accumtrainer.window.clipping import global_norm
@@ -496,4 +496,4 @@ class Passes:
 
 def length(stacked: Batch) -> Tensor | int:
     """Count the micro-batches of tensors `[k, m, ...]`."""
-    return ops.shape(tree.flatten(stacked)[0])[0]
+    return ops.shape(leaves(stacked)[0])[0]

@@ -16,7 +16,8 @@ Y = X.sum(axis=1, keepdims=True)
 
 def make_trainer(loss="mse", units=1, **options):
     """Make a Trainer of a linear model, run as is quickest."""
-    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(units)])
+    inputs = keras.Input([2])
+    model = keras.Model(inputs, keras.layers.Dense(units)(inputs))
     options = {
         "optimizer": "adam",
         "run_eagerly": RUN_EAGERLY,

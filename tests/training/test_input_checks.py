@@ -11,6 +11,7 @@ from faulty import (
     make_trainer,
     values_of,
 )
+from linear import assert_same_weights
 from quickest import RUN_EAGERLY
 
 from accumtrainer import (
@@ -317,6 +318,39 @@ def test_another_number_of_features_is_refused(accumulation):
     )
     assert message.startswith("x must keep the sizes that the model fixes.")
     assert "Received: 3 on axis 1, where it was 2" in message
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_sequential_takes_other_sizes_than_it_was_built_for(
+    is_told, accumulation
+):
+    def make():
+        keras.utils.set_random_seed(1)
+        inputs = [keras.Input([6, 2])] if is_told else []
+        return keras.Sequential(
+            [
+                *inputs,
+                keras.layers.Conv1D(4, 3, activation="relu"),
+                keras.layers.Reshape([-1, 8]),
+            ]
+        )
+
+    rng = np.random.default_rng(0)
+    data = [
+        (rng.normal(size=[2, n, 2]), rng.normal(size=[2, n // 2 - 1, 8]))
+        for n in (6, 10, 8, 8, 6, 10)
+    ]
+    data = [(x.astype("float32"), y.astype("float32")) for x, y in data]
+    trainer = Trainer(make(), "sgd", "mse", accumulation=accumulation)
+    trainer.fit(data, verbose=0)
+    assert trainer.progress.updates == 6 // accumulation
+    if accumulation == 1:
+        model = make()
+        model.compile("sgd", "mse")
+        for batch in data:
+            model.train_on_batch(*batch)
+        assert_same_weights(trainer.model, model)
 
 
 def test_another_number_of_targets_is_refused():

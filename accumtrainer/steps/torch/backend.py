@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from accumtrainer import errors
-from accumtrainer.data.batches import Batch
+from accumtrainer.data.batches import Batch, leaves
 from accumtrainer.keras_api import KERAS_NAME, flatten_layers, tree
 from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
 from accumtrainer.steps.backend import Backend, HasVariables
@@ -331,7 +331,7 @@ class TorchBackend(Backend):
         result, _ = self.scan(
             lambda index, item, carry: (function(item), []),
             stacked,
-            len(tree.flatten(stacked)[0]),
+            len(leaves(stacked)[0]),
         )
         warnings.warn(errors.NOT_VECTORIZED.format(reason=reason), stacklevel=2)
         return result

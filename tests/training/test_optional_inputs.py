@@ -1,0 +1,91 @@
+"""Claims about models with an input that may be left out."""
+
+import numpy as np
+import pytest
+from keras_core_gaps import keras_3_only
+from linear import assert_same_weights
+
+from accumtrainer import Accumulation, Trainer
+from accumtrainer.callbacks import GradientAccumulation
+from accumtrainer.keras_api import keras
+
+pytestmark = keras_3_only("knows no optional inputs")
+
+X = np.random.default_rng(0).normal(size=[12, 3]).astype("float32")
+# By its name what is left out comes first.
+WITHOUT = {"x": X, "added": None}
+Y = X[:, :1]
+ORDER = {"shuffle": False, "verbose": 0}
+
+
+class AddIfThere(keras.layers.Layer):
+    """Adds a tensor to another, if there is one."""
+
+    def call(self, x, added):
+        return x if added is None else x + added
+
+    def compute_output_shape(self, x_shape, added_shape):
+        return x_shape
+
+
+def make_model():
+    keras.utils.set_random_seed(0)
+    x = keras.Input([3], name="x")
+    added = keras.Input([3], name="added", optional=True)
+    outputs = keras.layers.Dense(1)(AddIfThere()(x, added))
+    return keras.Model({"x": x, "added": added}, outputs)
+
+
+def rows(size):
+    return [
+        ({"x": X[i : i + size], "added": None}, Y[i : i + size])
+        for i in range(0, 12, size)
+    ]
+
+
+ACCUMULATIONS = {
+    "whole": (1, 4),
+    "steps": (2, 2),
+    "sliced": (Accumulation(micro_batch_size=3), 4),
+    "each": (Accumulation(micro_batch_size=3, per_example=True), 4),
+}
+
+
+@pytest.fixture(scope="module")
+def by_keras():
+    model = make_model()
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.fit(WITHOUT, Y, batch_size=4, epochs=2, **ORDER)
+    return model
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+@pytest.mark.parametrize("way", ACCUMULATIONS)
+def test_input_that_is_left_out_trains_as_in_keras(by_keras, way, is_list):
+    accumulation, size = ACCUMULATIONS[way]
+    trainer = Trainer(
+        make_model(),
+        keras.optimizers.SGD(0.1),
+        "mse",
+        accumulation=accumulation,
+    )
+    if is_list:
+        trainer.fit(rows(size), epochs=2, verbose=0)
+    else:
+        trainer.fit(WITHOUT, Y, batch_size=size, epochs=2, **ORDER)
+    assert_same_weights(trainer.model, by_keras)
+    found = trainer.evaluate(WITHOUT, Y, verbose=0)
+    assert found == pytest.approx(by_keras.evaluate(WITHOUT, Y, verbose=0))
+    np.testing.assert_allclose(
+        trainer.predict(WITHOUT, verbose=0),
+        by_keras.predict(WITHOUT, verbose=0),
+        rtol=1e-5,
+    )
+
+
+def test_input_that_is_left_out_trains_inside_fit(by_keras):
+    model = make_model()
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    callbacks = [GradientAccumulation(steps=2)]
+    model.fit(WITHOUT, Y, batch_size=2, epochs=2, callbacks=callbacks, **ORDER)
+    assert_same_weights(model, by_keras)
