@@ -49,6 +49,7 @@ def message_of(call):
         ("validation_data", None, "fit(validation_data=)"),
         ("steps_per_execution", 8, "nothing"),
         ("acumulation", 8, "Did you mean accumulation?"),
+        ("g_optimizer", "adam", "a Trainer for each optimizer"),
         ("anything", 8, "Leave anything out"),
     ],
 )

@@ -152,6 +152,11 @@ ARGUMENTS = _by_name(
         "a schedule of keras.optimizers.schedules as the optimizer's "
         "learning_rate",
     ),
+    (
+        "d_optimizer g_optimizer disc_optimizer gen_optimizer "
+        "discriminator_optimizer generator_optimizer",
+        "a Trainer for each optimizer, by turns, as examples/gan.py does",
+    ),
     ("loss_fn", "Trainer(loss=)"),
     ("compute_metrics", "Trainer(metrics=)"),
     ("torch_compile compile", "Trainer(jit_compile=)"),
