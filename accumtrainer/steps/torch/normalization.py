@@ -80,9 +80,9 @@ def _find(target: Any, *args: Any) -> fx.Node | None:
         return None
     key = _key(target, args)
     for node in args[0].users:
-        if node.target is target and node.users and not node.kwargs:
-            if _key(target, node.args) == key:
-                return node
+        is_it = node.target is target and _key(target, node.args) == key
+        if is_it and node.users and not node.kwargs:
+            return node
     return None
 
 
