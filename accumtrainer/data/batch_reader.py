@@ -3,14 +3,14 @@
 from typing import Any
 
 from accumtrainer import errors
-from accumtrainer.data.batches import Batch, name_of, named_arrays
+from accumtrainer.data.batches import Batch, arrays_of, name_of
 from accumtrainer.data.preprocessing import Preprocessing
 from accumtrainer.data.reading import unpack, weigh_classes
 from accumtrainer.data.source import SourceOptions
 
 
 class BatchReader:
-    """Reads loader items, all of which must be built alike.
+    """Reads loader items.
 
     Args:
         options: `class_weight`, which weighs samples by class, `seed`, and
@@ -30,7 +30,6 @@ class BatchReader:
         self.first_epoch = options.first_epoch
         self.epochs_before = options.epochs_before
         self._preprocessing = preprocessing
-        self._axes: dict[tuple, int] | None = None
 
     def get_state(self) -> dict[str, int]:
         """Return what `set_state` needs to count epochs alike."""
@@ -70,25 +69,10 @@ class BatchReader:
             index: index of the batch in the epoch.
 
         Raises:
-            DataError: it has no samples, not as many in every array, or
-                other parts than the first item.
+            DataError: it has no samples, or not as many in every array.
         """
         batch = self._unpack(item, epoch, index)
-        arrays = {
-            (field, path): array
-            for field, part in zip(Batch._fields, batch, strict=True)
-            for path, array in named_arrays(part)
-        }
-        axes = {key: array.ndim for key, array in arrays.items()}
-        self._axes = self._axes or axes
-        if axes != self._axes:
-            raise errors.DataError(
-                errors.OTHER_PARTS.format(
-                    received=_difference(self._axes, axes),
-                    batch=index,
-                    epoch=epoch,
-                )
-            )
+        arrays = arrays_of(batch)
         lengths = {len(array) for array in arrays.values()}
         if len(lengths) != 1 or lengths == {0}:
             received = ", ".join(
@@ -101,13 +85,3 @@ class BatchReader:
                 )
             )
         return weigh_classes(batch, self._class_weight)
-
-
-def _difference(before: dict[tuple, int], now: dict[tuple, int]) -> str:
-    """Say how arrays, by key the number of their axes, differ."""
-    key = next(k for k in [*now, *before] if before.get(k) != now.get(k))
-    had, has = (
-        f"{axes[key]} axes" if key in axes else "nothing"
-        for axes in (before, now)
-    )
-    return f"{has} in {name_of(*key)}, where the first batch had {had}"

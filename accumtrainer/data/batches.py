@@ -254,6 +254,20 @@ def named_arrays(
             yield from named_arrays(value, (*path, index))
 
 
+def arrays_of(batch: Batch) -> dict[tuple[str, tuple], np.ndarray]:
+    """Give the arrays of a batch, by field and path in it.
+
+    Examples:
+        >>> list(arrays_of(Batch([np.zeros(2)], np.zeros(2))))
+        [('x', (0,)), ('y', ())]
+    """
+    return {
+        (field, path): array
+        for field, part in zip(Batch._fields, batch, strict=True)
+        for path, array in named_arrays(part)
+    }
+
+
 def name_of(field: str, path: tuple) -> str:
     """Write the path of an array as one would in Python.
 

@@ -13,7 +13,13 @@ import numpy as np
 
 from accumtrainer import errors
 from accumtrainer.checks import require_count
-from accumtrainer.data.batches import Window, window_of_batches
+from accumtrainer.data.batches import (
+    Batch,
+    Window,
+    arrays_of,
+    name_of,
+    window_of_batches,
+)
 from accumtrainer.data.position import Position
 
 DEFAULT_BATCH_SIZE = 32
@@ -182,6 +188,7 @@ def groups(
         tail: what becomes of what is left at the end.
 
     Raises:
+        DataError: a batch has other parts than the first one of its window.
         NothingLeftError: the source yields nothing, or `tail="drop"` drops it
             all.
     """
@@ -191,6 +198,8 @@ def groups(
     for item in chain(waiting, _take(source, position)):
         if not carried:
             steps = steps_at()
+        elif isinstance(item, Batch):
+            _require_same_parts(carried[0], item, position)
         carried.append(item)
         if len(carried) >= steps:
             yield position.take_group()
@@ -205,6 +214,29 @@ def groups(
             )
     if carried and tail == "flush":
         yield position.take_group()
+
+
+def _require_same_parts(first: Batch, batch: Batch, position: Position) -> None:
+    """Refuse a batch, taken last, that no window has beside its first one."""
+    had, has = (
+        {key: array.ndim for key, array in arrays_of(one).items()}
+        for one in (first, batch)
+    )
+    if has == had:
+        return
+    key = next(k for k in [*has, *had] if had.get(k) != has.get(k))
+    now, before = (
+        f"{axes[key]} axes" if key in axes else "nothing" for axes in (has, had)
+    )
+    raise errors.DataError(
+        errors.OTHER_PARTS.format(
+            name=name_of(*key),
+            now=now,
+            before=before,
+            batch=position.batches - 1,
+            epoch=position.epoch,
+        )
+    )
 
 
 def _take(source: Source, position: Position) -> Iterator[Any]:

@@ -157,10 +157,11 @@ NO_BATCHES = (
 )
 
 OTHER_PARTS = (
-    "Every loader batch must have the same parts: x, y and sample_weight "
-    "nested alike, of arrays with as many axes. Received: {received}, in "
-    "batch {batch} of epoch {epoch} (counted from 0). Have the loader yield "
-    "the same in every batch; a sample_weight of ones weighs all alike."
+    "The batches of one update must have the same parts: x, y and "
+    "sample_weight nested alike, of arrays with as many axes. Received: {now} "
+    "in {name}, where the first batch of the update had {before}, in batch "
+    "{batch} of epoch {epoch} (counted from 0). Have the loader yield the same "
+    "in every batch; a sample_weight of ones weighs all alike."
 )
 
 UNUSABLE_BATCH = (

@@ -10,6 +10,7 @@ from accumtrainer import errors
 from accumtrainer.data.batches import (
     Batch,
     Window,
+    arrays_of,
     name_of,
     named_arrays,
 )
@@ -297,54 +298,37 @@ class Place(NamedTuple):
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InputChecks:
-    """What is checked of every window before it runs.
+class _Rules(NamedTuple):
+    """What holds for batches of the same parts.
 
     Args:
         sizes: dict, from `fixed_sizes`.
         inputs_may_vary: whether the model takes inputs of other sizes too, as
             a `Sequential` does, which leaves that to its layers.
-        indices: dict by field, from `id_rules` and `label_rules`; with
-            `numbers` only.
-        numbers: whether every number is looked at.
-
-    Examples:
-        >>> from accumtrainer.data.batches import window_of_batches
-        >>> window = window_of_batches([Batch(np.ones([4, 2]))], None)
-        >>> InputChecks(sizes={}, numbers=True).check(window, epoch=0, index=7)
+        indices: dict by field, from `id_rules` and `label_rules`.
     """
 
-    sizes: Any
-    inputs_may_vary: bool = False
-    indices: Any = None
-    numbers: bool = False
+    sizes: dict[tuple, dict[int, int]]
+    inputs_may_vary: bool
+    indices: dict[str, dict[tuple, IndexRule]]
 
-    @classmethod
-    def of(cls, trainer: Any, batch: Batch, *, numbers: bool) -> "InputChecks":
-        """Make the checks for a Trainer, from the first micro-batch.
 
-        What the Trainer's own hooks may change is left to them: sizes and
-        ids with an `on_micro_batch`, targets with a `compute_loss`.
-        """
-        model = trainer.model
-        has_own_loss = trainer.overrides("compute_loss")
-        sizes = fixed_sizes(model, batch)
-        rules = {}
-        if trainer.overrides("on_micro_batch"):
-            sizes = {}
-        elif numbers:
-            rules["x"] = id_rules(model, batch.x)
-        if has_own_loss:
-            sizes = {key: size for key, size in sizes.items() if key[0] == "x"}
-        if numbers and not has_own_loss:
-            rules["y"] = label_rules(model, model.loss, batch.y)
-        return cls(
-            sizes=sizes,
-            inputs_may_vary=model.input_spec is None,
-            indices=rules,
-            numbers=numbers,
-        )
+class InputChecks:
+    """What is checked of every window before it runs.
+
+    What the Trainer's own hooks may change is left to them: sizes and ids with
+    an `on_micro_batch`, targets with a `compute_loss`.
+
+    Args:
+        trainer: `Trainer`, whose model and loss say what can be right.
+        numbers: whether every number is looked at.
+    """
+
+    def __init__(self, trainer: Any, *, numbers: bool):
+        self._trainer = trainer
+        self._numbers = numbers
+        # By the parts of batches, which a loader may leave out of some.
+        self._rules: dict[tuple, _Rules] = {}
 
     def check(self, window: Window, *, epoch: int, index: int) -> None:
         """Refuse a window that cannot be right.
@@ -357,36 +341,67 @@ class InputChecks:
             DataError: another size than before; or, with `numbers`, a number
                 that is not finite, a label of no class, or an id of no row.
         """
-        batches = window.parts or (window.stacked,)
-        for position, batch in enumerate(batches):
-            axis = 1 if window.is_even else 0
+        axis = 1 if window.is_even else 0
+        batches: Any = window.parts or (window.stacked,)
+        arrays = [arrays_of(batch) for batch in batches]
+        rules = self._rules_for(window, arrays[0], axis)
+        for position, some in enumerate(arrays):
             place = Place(position, index, epoch)
-            self._check_sizes(batch, place, axis)
-        if not self.numbers:
+            _check_sizes(some, rules, place, axis)
+        if not self._numbers:
             return
         for position, batch in enumerate(window.split()):
             place = Place(position, index, epoch)
-            check_numbers(batch, self.indices or {}, place)
+            check_numbers(batch, rules.indices, place)
 
-    def _check_sizes(self, batch: Any, place: Place, samples_axis: int) -> None:
-        """Refuse arrays whose fixed axes have another size than before."""
-        for (field, path), axes in self.sizes.items():
-            shape = dict(named_arrays(getattr(batch, field)))[path].shape
-            shape = shape[samples_axis:]
-            for axis, size in axes.items():
-                if shape[axis] == size:
-                    continue
-                if field == "x" and self.inputs_may_vary:
-                    return  # outputs, and targets with them, vary as well
-                raise errors.DataError(
-                    errors.OTHER_SIZE.format(
-                        name=name_of(field, path),
-                        axis=axis,
-                        before=size,
-                        now=shape[axis],
-                        place=place,
-                    )
+    def _rules_for(
+        self, window: Window, arrays: dict[tuple, np.ndarray], axis: int
+    ) -> _Rules:
+        """Return the rules for a window, whose batches have the same parts."""
+        parts = tuple((key, array.ndim - axis) for key, array in arrays.items())
+        if parts not in self._rules:
+            self._rules[parts] = self._make_rules(window.split()[0])
+        return self._rules[parts]
+
+    def _make_rules(self, batch: Batch) -> _Rules:
+        trainer, model = self._trainer, self._trainer.model
+        has_own_loss = trainer.overrides("compute_loss")
+        sizes = fixed_sizes(model, batch)
+        rules = {}
+        if trainer.overrides("on_micro_batch"):
+            sizes = {}
+        elif self._numbers:
+            rules["x"] = id_rules(model, batch.x)
+        if has_own_loss:
+            sizes = {key: size for key, size in sizes.items() if key[0] == "x"}
+        if self._numbers and not has_own_loss:
+            rules["y"] = label_rules(model, model.loss, batch.y)
+        return _Rules(sizes, model.input_spec is None, rules)
+
+
+def _check_sizes(
+    arrays: dict[tuple, np.ndarray],
+    rules: _Rules,
+    place: Place,
+    samples_axis: int,
+) -> None:
+    """Refuse arrays whose fixed axes have another size than before."""
+    for (field, path), axes in rules.sizes.items():
+        shape = arrays[field, path].shape[samples_axis:]
+        for axis, size in axes.items():
+            if shape[axis] == size:
+                continue
+            if field == "x" and rules.inputs_may_vary:
+                return  # outputs, and targets with them, vary as well
+            raise errors.DataError(
+                errors.OTHER_SIZE.format(
+                    name=name_of(field, path),
+                    axis=axis,
+                    before=size,
+                    now=shape[axis],
+                    place=place,
                 )
+            )
 
 
 def check_numbers(batch: Batch, rules: dict, place: Place) -> None:

@@ -192,10 +192,7 @@ class FitLoop:
         return self._windows(self._position)
 
     def _make_checks(self) -> InputChecks:
-        known: Any = self._start.micro_batch
-        return InputChecks.of(
-            self._trainer, known, numbers=self._options.check_inputs
-        )
+        return InputChecks(self._trainer, numbers=self._options.check_inputs)
 
     def _check(self, window: Window, checks: Any, index: int) -> None:
         """Refuse a window that is wrong, or whose other shards are."""

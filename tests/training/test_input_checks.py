@@ -375,24 +375,31 @@ def rename(batch):
 @pytest.mark.parametrize(
     ("change", "difference"),
     [
-        (remove_weights, "nothing in sample_weight, where the first batch had"),
-        (remove_axis, "1 axes in y, where the first batch had 2 axes"),
-        (rename, "2 axes in x['x'], where the first batch had nothing"),
+        (remove_weights, "nothing in sample_weight, where the first batch of"),
+        (remove_axis, "1 axes in y, where the first batch of the update had 2"),
+        (
+            rename,
+            "2 axes in x['x'], where the first batch of the update had no",
+        ),
     ],
 )
-def test_batches_that_are_built_otherwise_are_refused(change, difference):
+def test_batches_of_an_update_that_are_built_otherwise_are_refused(
+    change, difference
+):
     data = [(*batch, np.ones(2)) for batch in batches()]
     data[3] = change(data[3])
     message = fit_until_error(make_trainer(accumulation=2), data, updates=1)
-    assert message.startswith("Every loader batch must have the same parts")
+    assert message.startswith("The batches of one update must have the same")
     assert f"Received: {difference}" in message
     assert "in batch 3 of epoch 0" in message
 
 
-def test_sample_weights_that_appear_are_refused():
-    data = [*batches(2), (*batches()[2], np.ones(2))]
-    message = fit_until_error(make_trainer(), data, updates=2)
-    assert "1 axes in sample_weight, where the first batch had noth" in message
+def test_numbers_of_parts_that_appear_are_checked():
+    data = [*batches(2), (*batches()[2], np.array([1, np.nan]))]
+    message = fit_until_error(
+        make_trainer(), data, updates=2, check_inputs=True
+    )
+    assert message.startswith("sample_weight must ")
 
 
 @pytest.mark.parametrize("rows", [(0, 0), (2, 1)])

@@ -83,6 +83,34 @@ def test_input_that_is_left_out_trains_as_in_keras(by_keras, way, is_list):
     )
 
 
+@pytest.mark.parametrize("check_inputs", [False, True])
+@pytest.mark.parametrize("way", ["whole", "sliced", "each"])
+def test_batches_of_a_fit_may_have_other_parts(way, check_inputs):
+    data = rows(6)
+    data.insert(1, ({"x": X[:6], "added": X[6:]}, Y[:6]))
+    data[2] = (*data[2], np.linspace(1, 2, 6, dtype="float32"))
+    model = make_model()
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    for batch in data:
+        model.train_on_batch(*batch)
+    trainer = Trainer(
+        make_model(),
+        keras.optimizers.SGD(0.1),
+        "mse",
+        accumulation=ACCUMULATIONS[way][0],
+    )
+    history = trainer.fit(
+        data,
+        check_inputs=check_inputs,
+        validation_data=data,
+        verbose=0,
+    )
+    assert_same_weights(trainer.model, model)
+    assert history.history["val_loss"] == pytest.approx(
+        [trainer.evaluate(data, verbose=0)]
+    )
+
+
 def test_input_that_is_left_out_trains_inside_fit(by_keras):
     model = make_model()
     model.compile(keras.optimizers.SGD(0.1), "mse")

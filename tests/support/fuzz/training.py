@@ -70,10 +70,10 @@ def draw_training(draw, model, plan):
         drawn.draw_lengths(1)
     elif tail != "carry":
         # Keras's `fit` looks at the first batches for what all are like.
-        drawn.draw_lengths(99 if plan.which in ("sizes", "fit") else k)
+        alike = 99 if plan.which in ("sizes", "fit") else k
+        drawn.draw_lengths(alike)
         if model.has_extra:
-            # Within a fit every batch must have the same parts.
-            drawn.draw_extras(1 if plan.which == "batch" else 99)
+            drawn.draw_extras(1 if plan.which == "batch" else alike)
     can_spoil = plan.may_spoil and plan.which not in ("sizes", "batch")
     if can_spoil and draw.random() < 0.5:
         drawn.spoil(k)
