@@ -108,14 +108,16 @@ $(TESTS): test-%: $(INSTALLED)
 		$(BIN)/python -m pytest -n 2 $(BY_FILE) $(PYTEST_ARGS)
 
 # tests/support/keras_core_contract.py says which of their tests Keras Core is
-# held to; this prints which of those it cannot pass, and why.
+# held to; this prints which of those it cannot pass, and why. It has no PyTorch.
 ON_KERAS_CORE := $(wildcard $(patsubst %,tests/*/test_%.py, \
 	keras_core exactness exactness_losses exactness_outputs \
 	exactness_optimizers exactness_fit schedules loss_scaling bad_windows \
 	hooks hook_state hook_logs hook_order stock_callbacks))
 
 $(KERAS_CORE_TESTS): test-keras_core-%: $(INSTALLED)
-	ACCUMTRAINER_KERAS=keras_core KERAS_BACKEND=$* $(BIN)/python -m pytest \
+	ACCUMTRAINER_KERAS=keras_core KERAS_BACKEND=$* $(DIVIDED) \
+		TESTED_BACKENDS="$(filter-out torch,$(BACKENDS))" \
+		$(BIN)/python -m pytest \
 		-n 2 $(BY_FILE) -rs $(PYTEST_ARGS) $(ON_KERAS_CORE)
 
 # From where Keras is installed; once with a batch as one micro-batch, once with

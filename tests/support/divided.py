@@ -1,8 +1,8 @@
 """Choose what of the tests runs at a commit, and divide it among the backends.
 
 `make test` says which backends it tests, which commit, and one in how many of
-a test's cases it wants. Of these, one that takes some seconds runs at one of as
-many commits (`slow.py`). What runs, and who leaves what to the others, is drawn
+a test's cases it wants. Of these, one that takes a second and more runs at some
+commits only (`slow.py`). What runs, and who leaves what to the others, is drawn
 anew with every commit, so that with the commits every case runs on every
 backend. pytest alone runs all, as does `make test-everything`.
 """
@@ -26,11 +26,11 @@ def leave_to_later(config, items, sampled_test_of):
     """
     groups = group(items, sampled_test_of)
     kept = set(groups.pop(None, ())).union(*map(sample, groups.values()))
-    seconds = slow.seconds_of_tests()
+    commits = slow.commits_of_tests()
     keep(
         config,
         items,
-        {name for name in kept if is_due(name, seconds.get(test_of(name), 1))},
+        {name for name in kept if is_due(name, commits.get(test_of(name), 1))},
     )
 
 

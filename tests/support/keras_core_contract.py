@@ -1,11 +1,14 @@
 """Which tests Keras Core is held to, so that they take a minute or two.
 
 Of the files below the tests named run, the first and the last case of each;
-of other files all. What Keras Core lacks is skipped with the reason, see
-`keras_core_gaps.py`.
+of other files all. They are divided among the backends. What Keras Core lacks
+is skipped with the reason, see `keras_core_gaps.py`.
 """
 
+import os
+
 import pytest
+from divided import leave_to_others, test_of
 
 CONTRACT = {
     "test_exactness": (
@@ -107,3 +110,5 @@ def pytest_collection_modifyitems(config, items):
     left_out = [item for item in items if id(item) not in kept]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if id(item) in kept]
+    backend = os.environ["KERAS_BACKEND"]
+    leave_to_others(config, items, lambda item: test_of(item.nodeid), backend)

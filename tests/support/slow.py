@@ -1,7 +1,8 @@
 """Know which tests take long, so that a commit runs only some of them.
 
-`slow.json` has, for every test whose cases take two seconds and more, how many
-a case takes. It is written anew of reports of pytest, one for each backend:
+`slow.json` has, for every test whose cases take a second and more, at one of
+how many commits a case runs, so that each takes half a second of a commit on
+average. It is written anew of reports of pytest, one for each backend:
 
     make test-jax ONE_IN=1 PYTEST_ARGS=--junit-xml=jax.xml
     make test-tensorflow ONE_IN=1 PYTEST_ARGS=--junit-xml=tensorflow.xml
@@ -20,12 +21,15 @@ FILE = pathlib.Path(__file__).with_name("slow.json")
 ALWAYS = ("tests/test_docs.py", "tests/test_examples.py", "tests/test_fuzz.py")
 """What runs at every commit all the same: what users run, and random models."""
 
+SECONDS = 0.5
+"""What a case may take of a commit on average."""
 
-def seconds_of_tests():
-    """Read how many seconds a case takes, by the name of its test.
+
+def commits_of_tests():
+    """Read at one of how many commits a case runs, by the name of its test.
 
     Returns:
-        dict from str to int of at least 2; others take less.
+        dict from str to int of at least 2; others run at each.
     """
     return json.loads(FILE.read_text())
 
@@ -37,20 +41,20 @@ def measured(reports):
         reports: iterable of texts, what `pytest --junit-xml` has written.
 
     Returns:
-        dict as that of `seconds_of_tests`.
+        dict as that of `commits_of_tests`.
     """
-    seconds = {}
+    commits = {}
     for report in reports:
         taken = collections.defaultdict(list)
         for case in ElementTree.fromstring(report).iter("testcase"):
             if case.find("skipped") is None:
                 taken[_test_of(case)].append(float(case.get("time")))
         for test, times in taken.items():
-            mean = round(statistics.fmean(times))
-            seconds[test] = max(mean, seconds.get(test, 0))
+            enough = round(statistics.fmean(times) / SECONDS)
+            commits[test] = max(enough, commits.get(test, 0))
     return {
         test: number
-        for test, number in sorted(seconds.items())
+        for test, number in sorted(commits.items())
         if number > 1 and not test.startswith(ALWAYS)
     }
 

@@ -84,8 +84,8 @@ def test_at_least_one_case_runs_and_each_with_the_commits(monkeypatch):
     assert seen == set(CASES[:2])
 
 
-def test_what_takes_long_runs_at_one_of_as_many_commits(monkeypatch):
-    monkeypatch.setattr(slow, "seconds_of_tests", lambda: {"test_sum": 5})
+def test_what_takes_long_runs_at_some_commits(monkeypatch):
+    monkeypatch.setattr(slow, "commits_of_tests", lambda: {"test_sum": 5})
     monkeypatch.setenv("TESTED_ONE_IN", "3")
     runs = []
     for commit in range(200):
@@ -98,7 +98,7 @@ def test_what_takes_long_runs_at_one_of_as_many_commits(monkeypatch):
 
 
 def test_what_takes_long_runs_where_all_is_wanted(monkeypatch):
-    monkeypatch.setattr(slow, "seconds_of_tests", lambda: {"test_alone": 9})
+    monkeypatch.setattr(slow, "commits_of_tests", lambda: {"test_alone": 9})
     monkeypatch.delenv("TESTED_ONE_IN", raising=False)
     assert choose(leave_to_later) == ["test_alone", *CASES]
 

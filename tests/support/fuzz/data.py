@@ -45,12 +45,17 @@ class DrawnData:
     @property
     def are_even(self):
         """Whether a fit's batches could be cut out of arrays."""
-        return all(
-            is_even and len(set(lengths)) == 1 and len(set(extras)) == 1
-            for (_, _, is_even), lengths, extras in zip(
-                self.fits, self.lengths, self.extras, strict=True
+        return self.have_same_parts and all(
+            is_even and len(set(lengths)) == 1
+            for (_, _, is_even), lengths in zip(
+                self.fits, self.lengths, strict=True
             )
         )
+
+    @property
+    def have_same_parts(self):
+        """Whether no fit has batches that have more than others."""
+        return all(len(set(extras)) == 1 for extras in self.extras)
 
     @property
     def has_one_epoch(self):

@@ -218,7 +218,8 @@ def draw_source(draw, plan, drawn, weighs_classes):
     may_generate = not (plan.which == "fit" and weighs_classes)
     if way == "generator" and drawn.has_one_epoch and may_generate:
         return "(batch for batch in batches)", "", ""
-    if way == "tf.data" and plan.may_be_dataset:
+    may_be_dataset = plan.may_be_dataset and drawn.have_same_parts
+    if way == "tf.data" and may_be_dataset:
         return "dataset(batches)", "", templates.DATASET
     if way == "arrays":
         return "**arrays(batches)", ", shuffle=False", ""
