@@ -4,11 +4,12 @@ Pure NumPy: the compiled steps turn the arrays into their own tensors.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
+import optree
 
 from accumtrainer.keras_api import tree
 from accumtrainer.keras_api.types import Nest
@@ -50,12 +51,15 @@ class Window:
         sizes: samples in each of the k micro-batches, of all processes.
         processes: how many processes have a shard of the samples, of equal
             shapes; the arrays hold this one's. 1 where they hold all.
+        kind: of the micro-batches, see `kind_of`, where it may be another than
+            that of other windows.
     """
 
     stacked: Batch | None
     parts: tuple[Batch, ...] | None
     sizes: tuple[int, ...]
     processes: int = 1
+    kind: Hashable = None
 
     @property
     def micro_batches(self) -> int:
@@ -145,7 +149,7 @@ class Window:
             )
         count = self.processes
         sizes = slice_sizes(self.samples // count, micro_batch_size // count)
-        return window_of_rows(joined, sizes).as_shard(count)
+        return window_of_rows(joined, sizes, self.kind).as_shard(count)
 
 
 def empty_for_device(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -278,6 +282,33 @@ def name_of(field: str, path: tuple) -> str:
     return field + "".join(f"[{key!r}]" for key in path)
 
 
+def kind_of(batch: Batch, stacked_axes: int = 0) -> Hashable:
+    """Tell apart what a survey has to look at: parts, axes and types.
+
+    It is the same for micro-batches that differ in their sizes alone.
+
+    Args:
+        batch: arrays or tensors, one micro-batch, or several stacked.
+        stacked_axes: how many axes come before those of one.
+
+    Examples:
+        >>> kind_of(Batch(np.ones([2, 3]))) == kind_of(Batch(np.ones([5, 4])))
+        True
+        >>> kind_of(Batch(np.ones(2))) == kind_of(Batch(np.ones(2), np.ones(2)))
+        False
+    """
+    leaves, structure = optree.tree_flatten(cast(Any, batch))
+    return structure, *(
+        (len(leaf.shape) - stacked_axes, _type_of(leaf)) for leaf in leaves
+    )
+
+
+def _type_of(leaf: Any) -> Any:
+    """Return the type of an array's elements, the same for all text."""
+    dtype = leaf.dtype
+    return str if getattr(dtype, "kind", None) in ("S", "U") else dtype
+
+
 def count_samples(batch: Batch) -> int:
     """Return the number of samples that all leaves of a batch agree on.
 
@@ -318,7 +349,9 @@ def slice_sizes(samples: int, micro_batch_size: int) -> tuple[int, ...]:
     return (micro_batch_size,) * full + ((rest,) if rest else ())
 
 
-def window_of_rows(batch: Batch, sizes: tuple[int, ...]) -> Window:
+def window_of_rows(
+    batch: Batch, sizes: tuple[int, ...], kind: Hashable = None
+) -> Window:
     """Make a window of a batch whose rows are already in window order.
 
     Stands for: `np.split(leaf, np.cumsum(sizes)[:-1])` for every leaf.
@@ -326,6 +359,7 @@ def window_of_rows(batch: Batch, sizes: tuple[int, ...]) -> Window:
     Args:
         batch: `Batch` with `sum(sizes)` rows in every leaf.
         sizes: samples in each micro-batch.
+        kind: of the window.
 
     Returns:
         Views of the batch, stacked when all sizes are equal.
@@ -335,7 +369,7 @@ def window_of_rows(batch: Batch, sizes: tuple[int, ...]) -> Window:
         stacked = map_leaves(
             lambda leaf: leaf.reshape(shape + leaf.shape[1:]), batch
         )
-        return Window(stacked, None, sizes)
+        return Window(stacked, None, sizes, kind=kind)
     stops = np.cumsum(sizes).tolist()
     parts = tuple(
         map_leaves(
@@ -343,7 +377,7 @@ def window_of_rows(batch: Batch, sizes: tuple[int, ...]) -> Window:
         )
         for stop, size in zip(stops, sizes, strict=True)
     )
-    return Window(None, parts, sizes)
+    return Window(None, parts, sizes, kind=kind)
 
 
 def window_of_batches(
@@ -359,14 +393,14 @@ def window_of_batches(
         It is stacked when all micro-batches have the same shapes.
     """
     sizes = tuple(count_samples(batch) for batch in batches)
+    kind = kind_of(batches[0])
     if micro_batch_size is not None:
-        (batch,) = batches
-        return window_of_rows(batch, slice_sizes(sizes[0], micro_batch_size))
+        sizes = slice_sizes(sizes[0], micro_batch_size)
     if len(batches) == 1:
-        return window_of_rows(batches[0], sizes)
+        return window_of_rows(batches[0], sizes, kind)
     if len({_signature(batch) for batch in batches}) > 1:
-        return Window(None, tuple(batches), sizes)
-    return Window(map_leaves(stack, *batches), None, sizes)
+        return Window(None, tuple(batches), sizes, kind=kind)
+    return Window(map_leaves(stack, *batches), None, sizes, kind=kind)
 
 
 def _signature(batch: Batch) -> tuple:

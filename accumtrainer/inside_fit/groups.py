@@ -11,6 +11,7 @@ from accumtrainer.data.batches import (
     Batch,
     Window,
     count_samples,
+    kind_of,
     leaves,
     map_leaves,
     stack,
@@ -19,7 +20,6 @@ from accumtrainer.data.reading import refuse_sparse
 from accumtrainer.keras_api import keras, ops
 from accumtrainer.keras_api.types import Nest, Tensor
 from accumtrainer.steps.backend import Backend
-from accumtrainer.window.survey import kind_of
 
 
 class Group:

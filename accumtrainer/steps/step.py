@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from accumtrainer.data.batches import Batch, Window
+from accumtrainer.data.batches import Batch, Window, kind_of
 from accumtrainer.keras_api.types import Nest, Tensor
 from accumtrainer.steps.backend import Backend, Compiled
 from accumtrainer.steps.plan import Plan
@@ -16,7 +16,6 @@ from accumtrainer.window.evaluation import EvaluationProgram
 from accumtrainer.window.gradients import Uses, join_uses
 from accumtrainer.window.program import Outcome, WindowProgram
 from accumtrainer.window.replicas import join_parts, share_out
-from accumtrainer.window.survey import kind_of
 from accumtrainer.window.weighing import NOT_WEIGHED, Weighing
 
 
@@ -363,8 +362,10 @@ class EvaluationStep:
         """
         if is_first:
             self._backend.write_back()
+        if is_first or kind_of(batch) != self._program.kind:
             with self._backend.replicas.scope():
                 self._program.build(batch)
+        if is_first:
             self._program.start()
         # An array of the host is everywhere, wherever the batch is.
         samples = np.asarray(loader_samples, "float32")
@@ -373,8 +374,9 @@ class EvaluationStep:
     def results(self) -> dict[str, Any]:
         """Read the evaluation so far, numbers by name."""
         program = self._program
-        if program.kind not in self._reading:
-            self._reading[program.kind] = self._compiled(
+        key = program.kind, program.kinds
+        if key not in self._reading:
+            self._reading[key] = self._compiled(
                 lambda: pack({"results": program.results()})
             )
-        return Report(self._reading[program.kind]()).section("results")
+        return Report(self._reading[key]()).section("results")

@@ -417,6 +417,8 @@ class Engine:
     def run_window(self, window: Window) -> Report:
         """Make one update."""
         self.compiled.check_optimizer()
+        if window.kind != self._like.kind:
+            self.prepare(window, measures_gradients=self._measures_gradients)
         adds_up = self._accumulation.per_example or self.replicas.count > 1
         if adds_up or window.micro_batches > 1:
             self._check_losses(window)

@@ -1,6 +1,6 @@
 """Checks windows on the host, before they change anything."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -299,7 +299,7 @@ class Place(NamedTuple):
 
 
 class _Rules(NamedTuple):
-    """What holds for batches of the same parts.
+    """What holds for batches of a kind.
 
     Args:
         sizes: dict, from `fixed_sizes`.
@@ -327,8 +327,7 @@ class InputChecks:
     def __init__(self, trainer: Any, *, numbers: bool):
         self._trainer = trainer
         self._numbers = numbers
-        # By the parts of batches, which a loader may leave out of some.
-        self._rules: dict[tuple, _Rules] = {}
+        self._rules: dict[Hashable, _Rules] = {}  # by kinds of windows
 
     def check(self, window: Window, *, epoch: int, index: int) -> None:
         """Refuse a window that cannot be right.
@@ -343,25 +342,17 @@ class InputChecks:
         """
         axis = 1 if window.is_even else 0
         batches: Any = window.parts or (window.stacked,)
-        arrays = [arrays_of(batch) for batch in batches]
-        rules = self._rules_for(window, arrays[0], axis)
-        for position, some in enumerate(arrays):
+        if window.kind not in self._rules:
+            self._rules[window.kind] = self._make_rules(window.split()[0])
+        rules = self._rules[window.kind]
+        for position, batch in enumerate(batches):
             place = Place(position, index, epoch)
-            _check_sizes(some, rules, place, axis)
+            _check_sizes(batch, rules, place, axis)
         if not self._numbers:
             return
         for position, batch in enumerate(window.split()):
             place = Place(position, index, epoch)
             check_numbers(batch, rules.indices, place)
-
-    def _rules_for(
-        self, window: Window, arrays: dict[tuple, np.ndarray], axis: int
-    ) -> _Rules:
-        """Return the rules for a window, whose batches have the same parts."""
-        parts = tuple((key, array.ndim - axis) for key, array in arrays.items())
-        if parts not in self._rules:
-            self._rules[parts] = self._make_rules(window.split()[0])
-        return self._rules[parts]
 
     def _make_rules(self, batch: Batch) -> _Rules:
         trainer, model = self._trainer, self._trainer.model
@@ -380,12 +371,10 @@ class InputChecks:
 
 
 def _check_sizes(
-    arrays: dict[tuple, np.ndarray],
-    rules: _Rules,
-    place: Place,
-    samples_axis: int,
+    batch: Batch, rules: _Rules, place: Place, samples_axis: int
 ) -> None:
     """Refuse arrays whose fixed axes have another size than before."""
+    arrays = arrays_of(batch) if rules.sizes else {}
     for (field, path), axes in rules.sizes.items():
         shape = arrays[field, path].shape[samples_axis:]
         for axis, size in axes.items():

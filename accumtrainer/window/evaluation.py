@@ -1,25 +1,49 @@
 """What validation and prediction compute, told once for every backend."""
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
-from accumtrainer.data.batches import Batch
+from accumtrainer.data.batches import Batch, kind_of
 from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.types import Metric, Tensor
 from accumtrainer.window.hooks import Info, collect_logs, context_of
 from accumtrainer.window.losses import WeightedLoss
 from accumtrainer.window.numbers import Sums
 from accumtrainer.window.objective import (
+    EpochSums,
     Objective,
     idle_metrics,
+    joined,
     results,
     total_loss,
     unique,
 )
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.state import RunningSums, Scratch
-from accumtrainer.window.survey import check_log_names, kind_of
+from accumtrainer.window.survey import check_log_names
 from accumtrainer.window.weighing import where_sum, window_means
+
+
+class _OfKind(NamedTuple):
+    """What is known of batches of a kind, and what they have added up.
+
+    Args:
+        losses: of which only kind, coefficient and name count.
+        running: of an evaluation.
+        idle_metrics: the model's metrics that these batches leave alone.
+    """
+
+    losses: list[WeightedLoss]
+    running: RunningSums
+    idle_metrics: list[Metric]
+
+    def so_far(self) -> EpochSums:
+        """Read what was added up."""
+        added = self.running.read()
+        means = window_means(added.numerators, added.denominators)
+        regularization = ops.divide_no_nan(added.regularization, added.weight)
+        total = total_loss(means, self.losses, regularization)
+        return EpochSums(self.losses, added, means, total)
 
 
 class EvaluationProgram:
@@ -29,9 +53,8 @@ class EvaluationProgram:
         parts: whose losses and predictions they are.
 
     Attributes:
-        losses: of which only kind, coefficient and name count; known once it
-            is built.
-        kind: what tells batches like this one apart, see `kind_of`.
+        kind: of the batches that it is built for, see `kind_of`.
+        kinds: of the batches of the evaluation so far.
     """
 
     def __init__(self, parts: WindowParts):
@@ -40,35 +63,56 @@ class EvaluationProgram:
         self._model = parts.model
         self._state = parts.state
         self._objective = Objective(parts.hooks)
-        self._known: dict[Hashable, Any] = {}
+        self._known: dict[Hashable, _OfKind] = {}
         self._captured: list[Any] = []
         self.kind: Hashable = None
-        self.losses: list[WeightedLoss] = []
+        self.kinds: tuple[Hashable, ...] = ()
 
     def build(self, batch: Batch) -> None:
         """Learn from one batch which losses and logged values there are."""
         self.build_model(batch)
         self.kind = kind_of(batch)
         if self.kind not in self._known:
+            # Current first, while the programs know no others.
+            self._parts.backend.write_back()
             self._known[self.kind] = self._look_at(batch)
-        self._running, self.losses, self._idle_metrics = self._known[self.kind]
-        self._objective.expected = self.losses
+        self._objective.expected = self._now.losses
+        if self.kind not in self.kinds:
+            self.kinds += (self.kind,)
 
-    def _look_at(
-        self, batch: Batch
-    ) -> tuple[RunningSums, list[WeightedLoss], list[Metric]]:
+    @property
+    def losses(self) -> list[WeightedLoss]:
+        """Those of the evaluation so far; only kind and name count."""
+        if len(self.kinds) == 1:
+            return self._now.losses
+        losses = [v for k in self.kinds for v in self._known[k].losses]
+        return list({v.name: v for v in losses if v.name is not None}.values())
+
+    @property
+    def _now(self) -> _OfKind:
+        return self._known[self.kind]
+
+    def _look_at(self, batch: Batch) -> _OfKind:
         book, known = context_of(self._hooks).log_book, self._parts.variables
+        losses: list[WeightedLoss] = []
+
+        def survey(batch: Batch) -> Tensor:
+            with collect_logs(self._hooks):
+                measured = self._objective.measure(batch, self._info())
+            losses[:] = measured.losses
+            return measured.total()
+
         with book.surveying() as reductions, Scratch(known) as scope:
-            self._parts.backend.trace(self._survey, batch)
+            self._parts.backend.trace(survey, batch)
             idle = idle_metrics(self._model, scope)
-        check_log_names(self._parts, self.losses, idle, reductions, batch)
+        check_log_names(self._parts, losses, idle, reductions, batch)
         self._capture(scope)
         running = RunningSums(
-            losses=len(self.losses),
+            losses=len(losses),
             reductions=reductions,
             name="evaluation",
         )
-        return running, self.losses, idle
+        return _OfKind(losses, running, idle)
 
     def build_model(self, batch: Batch) -> None:
         """Create the variables of a model that has none yet."""
@@ -92,21 +136,17 @@ class EvaluationProgram:
     def _capture(self, scope: Scratch) -> None:
         self._captured = unique([*self._captured, *scope.others_read.values()])
 
-    def _survey(self, batch: Batch) -> Tensor:
-        with collect_logs(self._hooks):
-            measured = self._objective.measure(batch, self._info())
-        self.losses = measured.losses
-        return measured.total()
-
     @property
     def all_variables(self) -> list[Any]:
         """Every variable an evaluation reads or changes, each once."""
-        of_sums = [v for t, *_ in self._known.values() for v in t.variables]
+        of_sums = [v for k in self._known.values() for v in k.running.variables]
         return unique([*self._parts.variables, *self._captured, *of_sums])
 
     def start(self) -> None:
-        """Begin an evaluation."""
-        self._running.clear()
+        """Begin an evaluation of batches like the one that it is built for."""
+        self.kinds = (self.kind,)
+        for known in self._known.values():
+            known.running.clear()
         self._model.reset_metrics()
 
     def run_batch(self, batch: Batch, loader_samples: Any) -> Any:
@@ -128,7 +168,8 @@ class EvaluationProgram:
         self._objective.check(losses)
         samples = measured.samples
         weights = measured.denominators()
-        self._running.add(
+        running = self._now.running
+        running.add(
             Sums(
                 means * where_sum(losses, loader_samples, weights),
                 where_sum(losses, samples, weights),
@@ -137,7 +178,7 @@ class EvaluationProgram:
                 samples,
             )
         )
-        self._running.add_logs(logs)
+        running.add_logs(logs)
         return total_loss(means, losses, measured.regularization)
 
     def predict_batch(self, batch: Batch) -> Any:
@@ -146,14 +187,18 @@ class EvaluationProgram:
 
     def results(self) -> dict[str, Any]:
         """Read the evaluation so far, tensors by name."""
-        added = self._running.read()
-        means = window_means(added.numerators, added.denominators)
-        regularization = ops.divide_no_nan(added.regularization, added.weight)
-        total = total_loss(means, self.losses, regularization)
-        found = results(
-            self._model, self.losses, total, means, self._idle_metrics
-        )
-        return found | self._running.values()
+        last = self._now
+        others = [self._known[k] for k in self.kinds if k != self.kind]
+        part = last.so_far()
+        losses, means, total = part.losses, part.means, part.loss
+        idle = last.idle_metrics
+        if others:
+            losses, means, total = joined(
+                [part, *(known.so_far() for known in others)]
+            )
+            idle = [m for m in idle if all(m in k.idle_metrics for k in others)]
+        found = results(self._model, losses, total, means, idle)
+        return found | last.running.values(known.running for known in others)
 
     def _info(self) -> Info:
         return Info(

@@ -37,7 +37,7 @@ backend: to differentiate, to loop, to branch, to compile.
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-from accumtrainer.data.batches import Batch, leaves, map_leaves
+from accumtrainer.data.batches import Batch, kind_of, leaves, map_leaves
 from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.types import Nest, Tensor
 from accumtrainer.window.draws import drawing_again
@@ -52,7 +52,7 @@ from accumtrainer.window.hooks import context_of
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.passes import Cached, Passes, length
 from accumtrainer.window.replicas import SharedWindow, share_of
-from accumtrainer.window.survey import Survey, kind_of, take_survey
+from accumtrainer.window.survey import Survey, take_survey
 from accumtrainer.window.update import Update
 from accumtrainer.window.variables import WindowVariables
 from accumtrainer.window.weighing import (

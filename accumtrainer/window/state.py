@@ -255,17 +255,29 @@ class RunningSums:
 
     def logs(self) -> dict[str, tuple]:
         """Reduce the logged values, `{name: (value, weight)}`."""
-        entries = {}
-        for name, variable in self._logs.items():
-            value, weight = variable.value[0], variable.value[1]
-            if self._reductions[name] == "mean":
-                value = ops.divide_no_nan(value, weight)
-            entries[name] = (value, weight)
-        return entries
+        return {
+            name: _reduced(variable.value, self._reductions[name])
+            for name, variable in self._logs.items()
+        }
 
-    def values(self) -> dict[str, Tensor]:
-        """Reduce the logged values, `{name: value}`."""
-        return {name: value for name, (value, _) in self.logs().items()}
+    def values(self, others: Iterable["RunningSums"] = ()) -> dict[str, Tensor]:
+        """Reduce the logged values, and those of others, `{name: value}`."""
+        pairs: dict[str, Tensor] = {}
+        reductions: dict[str, str] = {}
+        for sums in (self, *others):
+            for name, variable in sums._logs.items():
+                pair = variable.value
+                reduce = reductions.setdefault(name, sums._reductions[name])
+                if name in pairs:
+                    merge = (
+                        EXTREMES[reduce][0] if reduce in EXTREMES else ops.add
+                    )
+                    pair = merge(pairs[name], pair)
+                pairs[name] = pair
+        return {
+            name: _reduced(pair, reductions[name])[0]
+            for name, pair in pairs.items()
+        }
 
     def read(self) -> Sums:
         """Return the sums, as `add` takes them."""
@@ -278,6 +290,14 @@ class RunningSums:
         self._sums.assign(self._no_sums)
         for name, variable in self._logs.items():
             variable.assign(_empty_log(self._reductions[name]))
+
+
+def _reduced(pair: Tensor, reduce: str) -> tuple[Tensor, Tensor]:
+    """Return the value of what was merged, and its weight."""
+    value, weight = pair[0], pair[1]
+    if reduce == "mean":
+        value = ops.divide_no_nan(value, weight)
+    return value, weight
 
 
 def _empty_log(reduce: str) -> np.ndarray:

@@ -2,9 +2,7 @@
 
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, replace
-from typing import Any, cast
-
-import optree
+from typing import Any
 
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch
@@ -237,18 +235,3 @@ def _written(
         *filter(scope.has_written, others),
         *(v for v in metric_variables(model) if id(v) not in of_losses),
     ]
-
-
-def kind_of(batch: Batch, stacked_axes: int = 0) -> Hashable:
-    """Tell apart what a survey has to look at: parts, axes and types.
-
-    It is the same for micro-batches that differ in their sizes alone.
-
-    Args:
-        batch: arrays, one micro-batch, or several stacked.
-        stacked_axes: how many axes come before those of one.
-    """
-    leaves, structure = optree.tree_flatten(cast(Any, batch))
-    return structure, *(
-        (len(leaf.shape) - stacked_axes, str(leaf.dtype)) for leaf in leaves
-    )

@@ -347,14 +347,14 @@ class Update:
         survey, epoch = self._variables.survey, self._variables.epoch
         part = self._epoch_so_far(survey, epoch)
         losses, means, loss = survey.losses, part.means, part.loss
-        if self._variables.other_epochs:
-            others = self._variables.other_epochs
+        others = self._variables.other_epochs
+        if others:
             parts = [part, *(self._epoch_so_far(*other) for other in others)]
             losses, means, loss = joined(parts)
         model = self._parts.model
         with self._backend.replicas.holding(metric_variables(model)):
             found = results(model, losses, loss, means, survey.idle_metrics)
-        return found | epoch.values()
+        return found | epoch.values(other for _, other in others)
 
     def _epoch_so_far(self, survey: Survey, running: RunningSums) -> EpochSums:
         """Read what windows with the losses of a survey have added up."""

@@ -83,6 +83,56 @@ def test_input_that_is_left_out_trains_as_in_keras(by_keras, way, is_list):
     )
 
 
+class AddsLosses(keras.Model):
+    """Uses more layers, and has more losses, where there is more to add."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = keras.layers.Dense(2)
+        self.more = keras.layers.Dense(2, activity_regularizer="l2")
+        self.last = keras.layers.Dense(1)
+
+    def call(self, inputs):
+        hidden = self.first(inputs["x"])
+        if "added" in inputs:
+            hidden += self.more(inputs["added"])
+        return self.last(hidden)
+
+
+def make_model_that_adds_losses():
+    keras.utils.set_random_seed(0)
+    model = AddsLosses()
+    model({"x": X, "added": X})
+    return model
+
+
+# Keras warns of the layer that nothing uses.
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("way", ["whole", "sliced"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_batches_of_a_fit_may_have_other_losses(way, first):
+    data = [({"x": X[:6]}, Y[:6]), ({"x": X[:6], "added": X[6:]}, Y[:6])]
+    data = data[first:] + data[:first] + data
+    model = make_model_that_adds_losses()
+    model.compile(keras.optimizers.AdamW(0.1), "mse", metrics=["mae"])
+    for batch in data:
+        model.train_on_batch(*batch)
+    trainer = Trainer(
+        make_model_that_adds_losses(),
+        keras.optimizers.AdamW(0.1),
+        "mse",
+        metrics=["mae"],
+        accumulation=ACCUMULATIONS[way][0],
+    )
+    history = trainer.fit(data[:2], verbose=0).history
+    both = trainer.fit(data[2:], verbose=0).history
+    assert_same_weights(trainer.model, model)
+    assert set(history) == set(both)
+    found = trainer.evaluate(data, verbose=0)
+    each = [model.test_on_batch(*batch)[0] for batch in data]
+    assert found[0] == pytest.approx(np.mean(each), rel=1e-5)
+
+
 @pytest.mark.parametrize("check_inputs", [False, True])
 @pytest.mark.parametrize("way", ["whole", "sliced", "each"])
 def test_batches_of_a_fit_may_have_other_parts(way, check_inputs):
