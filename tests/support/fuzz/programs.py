@@ -205,6 +205,7 @@ def plan_of(backend, which, has_hook, model, targets, arguments, batches):
         may_spoil=may_spoil and has_loss and not raises,
         may_be_dataset="[" not in model.structure + model.input_structure,
         may_be_eager="float8" not in model.features,
+        may_use_xla="UnitNormalization" not in model.text,
     )
 
 

@@ -21,6 +21,8 @@ class Plan:
         may_be_dataset: whether `tf.data` can hold the structures.
         may_be_eager: whether it runs without being traced, as float8 layers
             cannot on TensorFlow.
+        may_use_xla: whether XLA computes what TensorFlow itself does, as it
+            does not for the gradient of a vector of zeros that is normalized.
         plain_options: text of what plain Keras is compiled with.
     """
 
@@ -31,6 +33,7 @@ class Plan:
     may_spoil: bool
     may_be_dataset: bool
     may_be_eager: bool
+    may_use_xla: bool
 
     @property
     def plain_options(self):
@@ -196,7 +199,8 @@ def draw_options(draw, plan):
     if plan.backend == "jax":
         return draw.choice(["jit_compile=True,", "jit_compile=True,", ""])
     ways = ["run_eagerly=True,", "jit_compile=False,", "", "jit_compile=True,"]
-    shares = [28 if plan.may_be_eager else 0, 7, 1, 1]
+    by_xla = int(plan.may_use_xla)
+    shares = [28 if plan.may_be_eager else 0, 7, by_xla, by_xla]
     if plan.backend == "torch":
         shares = [1, 1, 2, 0]  # what compiles takes seconds for each program
     return draw.choices(ways, shares)[0]
