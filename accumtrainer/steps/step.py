@@ -296,7 +296,7 @@ class Step:
             self._functions, self._revision = {}, variables.revision
         key = (
             self._program.survey.signature,
-            variables.kinds_of_epoch,
+            frozenset(variables.kinds_of_epoch),
             self._program.passes.measures_gradients,
             key,
         )

@@ -309,7 +309,7 @@ class Engine:
                 # By now every layer that is used has its weights.
                 warn_of_nothing_to_train(self._model)
                 self._begin(program, like, jit_compile)
-        self.lasting.settle_streams()
+        self.lasting.note(micro_batch)
         program.passes.measures_gradients = measures_gradients
         if isinstance(self._sizing, AutoSize) and self._sizing.is_undecided:
             self._sizing.choose(window, self._step)
@@ -328,7 +328,7 @@ class Engine:
             run_eagerly=self._run_eagerly,
         )
         self._program, self._before = program, None
-        self.lasting.begin(program.variables)
+        self.lasting.begin(program)
         self._step = Step(program, self._backend, self._plan)
         self._trainable = Trained(self._model)
 

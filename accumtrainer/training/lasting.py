@@ -1,20 +1,22 @@
 """What lasts from one window to the next: captured, checked and put back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 
 import numpy as np
 
 from accumtrainer import errors
+from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api.types import Variable
 from accumtrainer.saving.snapshot import (
     Snapshot,
+    blank,
     copy_to_host,
     find_difference,
     put_back,
 )
 from accumtrainer.window.parts import WindowParts
-from accumtrainer.window.variables import WindowVariables
+from accumtrainer.window.program import WindowProgram
 
 PARTS_OF_EPOCH = ("metrics", "means")
 """What an epoch begins anew, of the parts of a snapshot."""
@@ -38,16 +40,33 @@ class LastingState:
     ):
         self._window_parts = parts
         self._scope = scope
-        self._variables: WindowVariables | None = None
+        self._program: WindowProgram | None = None
+        self._examples: dict[Hashable, Batch] = {}
         self._streams: list[np.ndarray] = []
         self._settled_streams: int = 0
         if before is not None:
+            self._examples = before._examples
             self._streams = before._streams
             self._settled_streams = before._settled_streams
 
-    def begin(self, variables: WindowVariables) -> None:
+    def begin(self, program: WindowProgram) -> None:
         """Learn what windows have besides, when they are known."""
-        self._variables = variables
+        self._program = program
+
+    def note(self, micro_batch: Batch) -> None:
+        """Note what micro-batches are like of which the program has learnt."""
+        assert self._program is not None
+        signature = self._program.survey.signature
+        self._examples.setdefault(signature, blank(micro_batch))
+        self.settle_streams()
+
+    @property
+    def examples_of_epoch(self) -> list[Batch]:
+        """A micro-batch of each kind that the epoch had so far, blank."""
+        if self._program is None:
+            return []
+        kinds = self._program.variables.kinds_of_epoch
+        return [self._examples[kind] for kind in kinds]
 
     def capture(self) -> dict[str, dict[str, np.ndarray]]:
         """Copy all of them to the host, by part and path."""
@@ -70,6 +89,8 @@ class LastingState:
         Raises:
             CheckpointError: a part differs; the difference is named.
         """
+        if is_amid_epoch:
+            self._learn_epoch(saved)
         for part, variables in self._wanted(weights_only).items():
             if is_amid_epoch or part not in PARTS_OF_EPOCH:
                 difference = find_difference(variables, saved.variables[part])
@@ -90,6 +111,8 @@ class LastingState:
         Running means that do not matter are put back only where they fit:
         metrics may be others now.
         """
+        if is_amid_epoch:
+            self._learn_epoch(saved)
         for part, variables in self._wanted(weights_only).items():
             is_needed = is_amid_epoch or part not in PARTS_OF_EPOCH
             values = saved.variables.get(part, {})
@@ -104,11 +127,20 @@ class LastingState:
         self._settled_streams = 0
         self.settle_streams()
 
+    def _learn_epoch(self, saved: Snapshot) -> None:
+        # Older checkpoints do not say.
+        examples = (saved.run or {}).get("examples_of_epoch", [])
+        if examples and self._program is not None:
+            with self._scope():
+                self._program.learn_epoch(examples)
+            kinds = self._program.variables.kinds_of_epoch
+            self._examples |= zip(kinds, map(blank, examples), strict=True)
+
     def settle_streams(self) -> None:
         """Put saved random states back that nobody knew when it was asked."""
-        if self._variables is None:
+        if self._program is None:
             return
-        streams = self._variables.parts["streams"]
+        streams = self._program.variables.parts["streams"]
         begun = self._settled_streams
         pairs = zip(streams[begun:], self._streams[begun:], strict=False)
         for variable, value in pairs:
@@ -133,8 +165,8 @@ class LastingState:
         return [*model.trainable_variables, *others]
 
     def _parts(self) -> dict[str, list[Variable]]:
-        if self._variables is not None:
-            return self._variables.parts
+        if self._program is not None:
+            return self._program.variables.parts
         of_model = self._of_model()
         optimizer = self._window_parts.hooks.optimizer
         if not optimizer.built:

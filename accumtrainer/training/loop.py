@@ -214,6 +214,7 @@ class FitLoop:
                 "last_logs": self._epoch_logs(),
                 "has_stopped": bool(self._trainer.model.stop_training),
                 "micro_batch": blank(self._start.micro_batch),
+                "examples_of_epoch": self._engine.lasting.examples_of_epoch,
             },
             "callbacks": self._callback_states.get(),
         }

@@ -112,8 +112,24 @@ class WindowProgram:
             survey = take_survey(self._parts, self.passes, batch)
             self._begin(survey)
             self._surveys[kind] = survey
-        self.variables.follow(self._surveys[kind])
-        self.passes.objective.expected = self.survey.losses
+        self._turn_to(self._surveys[kind])
+
+    def learn_epoch(self, batches: Iterable[Batch]) -> None:
+        """Learn what the epoch had so far, and turn back to what is to come.
+
+        Args:
+            batches: arrays, a micro-batch of each kind, in their order.
+        """
+        survey = self.survey
+        self.variables.kinds_of_epoch = ()
+        for batch in batches:
+            self.learn(batch)
+            self.variables.note_kind()
+        self._turn_to(survey)
+
+    def _turn_to(self, survey: Survey) -> None:
+        self.variables.follow(survey)
+        self.passes.objective.expected = survey.losses
         self.passes.streams = self.variables.streams
 
     def _begin(self, survey: Survey) -> None:

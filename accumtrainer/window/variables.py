@@ -63,7 +63,7 @@ class WindowVariables:
         self.weights_before: list[Variable] = []
         self._running_sums: dict[Any, list[RunningSums]] = {}
         self._surveys: dict[Any, Survey] = {}
-        self.kinds_of_epoch: frozenset[Hashable] = frozenset()
+        self.kinds_of_epoch: tuple[Hashable, ...] = ()
         if before is not None:
             self._running_sums = before._running_sums
             self._surveys = before._surveys
@@ -142,7 +142,8 @@ class WindowVariables:
 
     def note_kind(self) -> None:
         """Note, before each window, that the epoch has losses like these."""
-        self.kinds_of_epoch |= {self.survey.signature}
+        if self.survey.signature not in self.kinds_of_epoch:
+            self.kinds_of_epoch += (self.survey.signature,)
 
     @property
     def revision(self) -> int:
@@ -179,6 +180,8 @@ class WindowVariables:
     @property
     def parts(self) -> dict[str, list[Variable]]:
         """What lasts from one window to the next, by part; see `PARTS`."""
+        kinds = self.kinds_of_epoch or (self.survey.signature,)
+        epochs = [self._running_sums[kind][1] for kind in kinds]
         return {
             "model": [
                 *self._model.trainable_variables,
@@ -189,7 +192,7 @@ class WindowVariables:
             "tracked": list(self._parts.tracked),
             "streams": self.streams,
             "metrics": metric_variables(self._model),
-            "means": self.epoch.variables,
+            "means": [v for epoch in epochs for v in epoch.variables],
         }
 
     @property
@@ -365,7 +368,7 @@ class WindowVariables:
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch's running means, and forget a broken-off window."""
         self._state.epoch.assign(epoch)
-        self.kinds_of_epoch = frozenset()
+        self.kinds_of_epoch = ()
         for pair in self._running_sums.values():
             for sums in pair:
                 sums.clear()

@@ -5,8 +5,8 @@ import pytest
 from keras_core_gaps import keras_3_only
 from linear import assert_same_weights
 
-from accumtrainer import Accumulation, Trainer
-from accumtrainer.callbacks import GradientAccumulation
+from accumtrainer import Accumulation, Every, Trainer
+from accumtrainer.callbacks import Checkpoint, GradientAccumulation
 from accumtrainer.keras_api import keras
 
 pytestmark = keras_3_only("knows no optional inputs")
@@ -106,8 +106,10 @@ def make_model_that_adds_losses():
     return model
 
 
-# Keras warns of the layer that nothing uses.
-@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+OF_AN_UNUSED_LAYER = pytest.mark.filterwarnings("ignore:Gradients do not exist")
+
+
+@OF_AN_UNUSED_LAYER
 @pytest.mark.parametrize("way", ["whole", "sliced"])
 @pytest.mark.parametrize("first", [0, 1])
 def test_batches_of_a_fit_may_have_other_losses(way, first):
@@ -131,6 +133,58 @@ def test_batches_of_a_fit_may_have_other_losses(way, first):
     found = trainer.evaluate(data, verbose=0)
     each = [model.test_on_batch(*batch)[0] for batch in data]
     assert found[0] == pytest.approx(np.mean(each), rel=1e-5)
+
+
+class LogsSizes(Trainer):
+    """Logs what every kind of batch has, and what one has."""
+
+    def compute_loss(self, batch, info):
+        rows = keras.ops.cast(keras.ops.shape(batch.y)[0], "float32")
+        self.log("rows", rows, reduce="sum")
+        if "added" in batch.x:
+            self.log("with_more", rows, reduce="sum")
+        return super().compute_loss(batch, info)
+
+
+def fit_with_other_losses(**options):
+    without = ({"x": X[:6]}, Y[:6])
+    more = ({"x": X[:6], "added": X[6:]}, Y[:6])
+    data = [without, more, more, without, without, more]
+    trainer = LogsSizes(
+        make_model_that_adds_losses(),
+        "adam",
+        "mse",
+        accumulation=Accumulation(micro_batch_size=3),
+    )
+    options |= {"epochs": 2, "verbose": 0, "validation_data": data}
+    return trainer, trainer.fit(data, **options).history
+
+
+@pytest.fixture(scope="module")
+def unbroken():
+    return fit_with_other_losses()
+
+
+@OF_AN_UNUSED_LAYER
+def test_logged_values_are_those_of_all_batches(unbroken):
+    _, history = unbroken
+    assert history["rows"] == history["val_rows"] == [36, 36]
+    assert history["with_more"] == history["val_with_more"] == [18, 18]
+
+
+@OF_AN_UNUSED_LAYER
+@pytest.mark.parametrize("updates", [1, 2, 3, 4, 5, 7, 8])
+def test_run_with_other_losses_goes_on_amid_an_epoch(
+    updates, unbroken, tmp_path
+):
+    for limit in (updates, None):
+        trainer, history = fit_with_other_losses(
+            max_updates=limit,
+            callbacks=[Checkpoint(tmp_path, Every(1, "updates"))],
+            resume_from="auto",
+        )
+    assert_same_weights(trainer.model, unbroken[0].model, rtol=0, atol=0)
+    assert history == unbroken[1]
 
 
 @pytest.mark.parametrize("check_inputs", [False, True])
