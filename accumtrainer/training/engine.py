@@ -309,6 +309,7 @@ class Engine:
                 # By now every layer that is used has its weights.
                 warn_of_nothing_to_train(self._model)
                 self._begin(program, like, jit_compile)
+                self._followed.settle()  # with what has been built by now
         self.lasting.note(micro_batch)
         program.passes.measures_gradients = measures_gradients
         if isinstance(self._sizing, AutoSize) and self._sizing.is_undecided:
