@@ -4,7 +4,6 @@ from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 from accumtrainer.data.batches import Batch, kind_of
-from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.types import Metric, Tensor
 from accumtrainer.window.hooks import Info, collect_logs, context_of
 from accumtrainer.window.losses import WeightedLoss
@@ -21,7 +20,7 @@ from accumtrainer.window.objective import (
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.state import RunningSums, Scratch
 from accumtrainer.window.survey import check_log_names
-from accumtrainer.window.weighing import where_sum, window_means
+from accumtrainer.window.weighing import where_sum
 
 
 class _OfKind(NamedTuple):
@@ -36,14 +35,6 @@ class _OfKind(NamedTuple):
     losses: list[WeightedLoss]
     running: RunningSums
     idle_metrics: list[Metric]
-
-    def so_far(self) -> EpochSums:
-        """Read what was added up."""
-        added = self.running.read()
-        means = window_means(added.numerators, added.denominators)
-        regularization = ops.divide_no_nan(added.regularization, added.weight)
-        total = total_loss(means, self.losses, regularization)
-        return EpochSums(self.losses, added, means, total)
 
 
 class EvaluationProgram:
@@ -189,14 +180,14 @@ class EvaluationProgram:
         """Read the evaluation so far, tensors by name."""
         last = self._now
         others = [self._known[k] for k in self.kinds if k != self.kind]
-        part = last.so_far()
-        losses, means, total = part.losses, part.means, part.loss
-        idle = last.idle_metrics
-        if others:
-            losses, means, total = joined(
-                [part, *(known.so_far() for known in others)]
-            )
-            idle = [m for m in idle if all(m in k.idle_metrics for k in others)]
+        losses, means, total = joined(
+            [EpochSums.read(k.losses, k.running) for k in (last, *others)]
+        )
+        idle = [
+            metric
+            for metric in last.idle_metrics
+            if all(metric in known.idle_metrics for known in others)
+        ]
         found = results(self._model, losses, total, means, idle)
         return found | last.running.values(known.running for known in others)
 

@@ -24,7 +24,8 @@ from accumtrainer.window.losses import (
     has_known_length,
 )
 from accumtrainer.window.numbers import Sums
-from accumtrainer.window.state import Scratch
+from accumtrainer.window.state import RunningSums, Scratch
+from accumtrainer.window.weighing import window_means
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,11 +247,11 @@ def named_losses(
 
 @dataclass(frozen=True, slots=True)
 class EpochSums:
-    """What the windows of an epoch with losses alike have added up.
+    """What the windows of an epoch, or an evaluation's batches, have added up.
 
     Args:
-        losses: for their names and coefficients.
-        sums: with 0 samples where there was no such window.
+        losses: those that all of them have; names and coefficients count.
+        sums: with 0 samples where there was none.
         means: `(n,)`, float32, NaN where there was none.
         loss: scalar, float32, the total of the means.
     """
@@ -260,11 +261,23 @@ class EpochSums:
     means: Tensor
     loss: Tensor
 
+    @classmethod
+    def read(
+        cls, losses: list[WeightedLoss], running: RunningSums
+    ) -> "EpochSums":
+        """Read what was added up so far."""
+        added = running.read()
+        means = window_means(added.numerators, added.denominators)
+        means = ops.where(ops.equal(added.samples, 0), float("nan"), means)
+        regularization = ops.divide_no_nan(added.regularization, added.weight)
+        total = total_loss(means, losses, regularization)
+        return cls(losses, added, means, total)
+
 
 def joined(
     parts: list[EpochSums],
-) -> tuple[list[WeightedLoss], list[Tensor], Tensor]:
-    """Average over the windows of an epoch whose losses differ.
+) -> tuple[list[WeightedLoss], Any, Tensor]:
+    """Average over parts whose losses differ, if there are several.
 
     The total counts by samples, as in Keras; a loss of a name, over the
     windows that have it.
@@ -272,6 +285,8 @@ def joined(
     Returns:
         Triple: the losses, their means, and the total.
     """
+    if len(parts) == 1:
+        return parts[0].losses, parts[0].means, parts[0].loss
     samples = sum(part.sums.samples for part in parts)
     total = sum(
         ops.where(

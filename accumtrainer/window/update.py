@@ -23,11 +23,9 @@ from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.passes import Passes
 from accumtrainer.window.state import (
     PERTURB_DISTANCE,
-    RunningSums,
     Scratch,
     shifted_seed,
 )
-from accumtrainer.window.survey import Survey
 from accumtrainer.window.variables import WindowVariables
 from accumtrainer.window.weighing import (
     Weighing,
@@ -345,25 +343,15 @@ class Update:
         Losses are NaN where no window has been applied yet.
         """
         survey, epoch = self._variables.survey, self._variables.epoch
-        part = self._epoch_so_far(survey, epoch)
-        losses, means, loss = survey.losses, part.means, part.loss
         others = self._variables.other_epochs
-        if others:
-            parts = [part, *(self._epoch_so_far(*other) for other in others)]
-            losses, means, loss = joined(parts)
+        parts = [(survey, epoch), *others]
+        losses, means, loss = joined(
+            [EpochSums.read(one.losses, running) for one, running in parts]
+        )
         model = self._parts.model
         with self._backend.replicas.holding(metric_variables(model)):
             found = results(model, losses, loss, means, survey.idle_metrics)
         return found | epoch.values(other for _, other in others)
-
-    def _epoch_so_far(self, survey: Survey, running: RunningSums) -> EpochSums:
-        """Read what windows with the losses of a survey have added up."""
-        added = running.read()
-        means = window_means(added.numerators, added.denominators)
-        means = ops.where(ops.equal(added.samples, 0), float("nan"), means)
-        regularization = ops.divide_no_nan(added.regularization, added.weight)
-        loss = total_loss(means, survey.losses, regularization)
-        return EpochSums(survey.losses, added, means, loss)
 
     def running_logs_with(self, micro_batches: Tensor) -> dict[str, Tensor]:
         """Read the epoch so far, as if the open window had been applied.
