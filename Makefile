@@ -63,6 +63,9 @@ BACKENDS := $(KERAS_BACKEND)
 endif
 export KERAS_BACKEND := $(firstword $(BACKENDS))
 export TF_CPP_MIN_LOG_LEVEL ?= 2
+# The tests start some hundred processes. Where Python is told to keep nothing
+# of what it has compiled, each compiles its backend anew, for 15 seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
 INSTALLED := $(BACKENDS:%=$(VENV)/.installed-%)
