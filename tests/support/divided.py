@@ -1,10 +1,10 @@
 """Choose what of the tests runs at a commit, and divide it among the backends.
 
 `make test` says which backends it tests, which commit, and one in how many of
-a test's cases it wants. Of these, one that takes a second and more runs at some
-commits only (`slow.py`). What runs, and who leaves what to the others, is drawn
-anew with every commit, so that with the commits every case runs on every
-backend. pytest alone runs all, as does `make test-everything`.
+a test's cases it wants. Of these, one that takes half a second and more runs
+at some commits only (`slow.py`). What runs, and who leaves what to the others,
+is drawn anew with every commit, so that with the commits every case runs on
+every backend. pytest alone runs all, as does `make test-everything`.
 """
 
 import hashlib

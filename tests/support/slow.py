@@ -1,8 +1,9 @@
 """Know which tests take long, so that a commit runs only some of them.
 
-`slow.json` has, for every test whose cases take a second and more, at one of
-how many commits a case runs, so that each takes half a second of a commit on
-average. It is written anew of reports of pytest, one for each backend:
+`slow.json` has, for every test whose cases take half a second and more, at one
+of how many commits a case runs, so that each takes a third of a second of a
+commit on average. It is written anew of reports of pytest, one for each
+backend:
 
     make test-jax ONE_IN=1 PYTEST_ARGS=--junit-xml=jax.xml
     make test-tensorflow ONE_IN=1 PYTEST_ARGS=--junit-xml=tensorflow.xml
@@ -21,7 +22,7 @@ FILE = pathlib.Path(__file__).with_name("slow.json")
 ALWAYS = ("tests/test_docs.py", "tests/test_examples.py", "tests/test_fuzz.py")
 """What runs at every commit all the same: what users run, and random models."""
 
-SECONDS = 0.5
+SECONDS = 1 / 3
 """What a case may take of a commit on average."""
 
 

@@ -36,7 +36,7 @@ def test_a_test_runs_as_often_as_the_slowest_backend_has_time_for():
         ("test_docs", "test_page[a]", 30, ""),
     )
     assert slow.measured([one, other]) == {
-        "tests/window/test_sum.py::test_mean": 6
+        "tests/window/test_sum.py::test_mean": 9
     }
 
 
