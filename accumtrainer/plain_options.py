@@ -16,6 +16,17 @@ class PlainOptions:
 
     __slots__ = ()
 
+    def __new__(cls, *values: Any, **options: Any) -> Self:
+        options_class: Any = cls
+        first = dataclasses.fields(options_class)[0]
+        if values and first.kw_only:
+            name, value = cls.__name__, values[0]
+            raise TypeError(
+                f"{name} takes its arguments by name. Received: {value!r}. "
+                f"Write {name}({first.name}={value!r}), if that is meant."
+            )
+        return super().__new__(cls)
+
     def to_dict(self) -> dict[str, Any]:
         """Return every option by name, ready for JSON.
 

@@ -14,6 +14,7 @@ from accumtrainer.observers.logger import Logger
 from accumtrainer.saving.checkpoint import find_checkpoint, write_checkpoint
 from accumtrainer.saving.resume import check_same, find_saved, take_snapshot
 from accumtrainer.saving.snapshot import Snapshot
+from accumtrainer.steps import should_run_eagerly
 from accumtrainer.training.announcing import updates_in_epoch
 from accumtrainer.training.answers import Answers, as_keras_returns
 from accumtrainer.training.construction import (
@@ -55,7 +56,8 @@ class Trainer(Answers):
         max_consecutive_skips: windows in a row that may have gradients that are
             not finite; `None` for any number.
         jit_compile: `"auto"`, `True` or `False`: whether XLA compiles.
-        run_eagerly: run everything as plain Python, for debugging.
+        run_eagerly: run everything as plain Python, for debugging; done too
+            where the model was compiled so, or the backend is told so.
         callbacks: list of callbacks, Keras's or ours, for every `fit`.
         seed: int for shuffling and `self.rng`; `None` draws one.
         **others: refused; the error says what replaces them.
@@ -118,6 +120,7 @@ class Trainer(Answers):
         compilation = settle_compilation(model, optimizer, loss_scale, given)
         self.optimizer = compilation.optimizer
         self.loss_scale = compilation.loss_scale
+        run_eagerly = run_eagerly or should_run_eagerly(model)
         self.seed = check_devices(
             self, self.accumulation, seed, run_eagerly=run_eagerly
         )
@@ -296,12 +299,8 @@ class Trainer(Answers):
             validation_steps=validation_steps,
             validation_batch_size=validation_batch_size,
         )
-        with (
-            self._engine.following_layers(),
-            self._opened(
-                options, data, callbacks, verbose, resume_from
-            ) as loop,
-        ):
+        opened = self._opened(options, data, callbacks, verbose, resume_from)
+        with self._engine.following_layers(), opened as loop:
             return loop.run()
 
     @contextlib.contextmanager

@@ -64,9 +64,13 @@ def test_accumulation_refuses_bad_arguments(arguments, error, message):
         Accumulation(**arguments)
 
 
-def test_accumulation_takes_keywords_only():
-    with pytest.raises(TypeError):
-        Accumulation(4)
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [(Accumulation, r"Accumulation\(steps=4\)"), (LossScale, "initial=4")],
+)
+def test_options_without_a_name_are_refused_with_what_to_write(make, remedy):
+    with pytest.raises(TypeError, match=f"by name. Received: 4. .*{remedy}"):
+        make(4)
 
 
 def test_accumulation_is_frozen_and_keeps_a_copy_of_its_schedule():

@@ -34,7 +34,8 @@ MEMORY_IS_SECRET = (
 
 EAGER_MEMORY = (
     "micro_batch_size must be a number with run_eagerly=True, where nothing "
-    "plans memory. Received: 'auto'. Leave run_eagerly out, or give a number."
+    "plans memory. Received: 'auto'. Leave run_eagerly out, of compile too, or "
+    "give a number."
 )
 
 TOO_LARGE = (

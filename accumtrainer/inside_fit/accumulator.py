@@ -29,11 +29,16 @@ from accumtrainer.inside_fit.carried_scale import CarriedScale, as_number
 from accumtrainer.inside_fit.fit_logs import late_logs
 from accumtrainer.inside_fit.fit_state import make_fit_state
 from accumtrainer.inside_fit.groups import Group, Groups
-from accumtrainer.inside_fit.takeover import Takeover, check_fit
+from accumtrainer.inside_fit.takeover import Takeover, check_fit, compiled_as
 from accumtrainer.keras_api import compiled_arguments, keras
 from accumtrainer.keras_api.types import Model, Nest
 from accumtrainer.progress import Progress
-from accumtrainer.steps import Step, choose_plan, make_backend
+from accumtrainer.steps import (
+    Step,
+    choose_plan,
+    make_backend,
+    should_run_eagerly,
+)
 from accumtrainer.steps.looks import Followed, Looks
 from accumtrainer.steps.report import Report
 from accumtrainer.training.construction import (
@@ -103,7 +108,8 @@ class FitAccumulator(Hooks):
     def _set_up(self) -> None:
         """Make what depends on how the model is compiled."""
         model, denominator = self.model, self._options["denominator"]
-        self._backend = make_backend(run_eagerly=model.run_eagerly)
+        run_eagerly = should_run_eagerly(model)
+        self._backend = make_backend(run_eagerly=run_eagerly)
         self._followed = self._backend.followed = Followed(self._look)
         check_fit(model, self._backend)
         check_options(
@@ -141,10 +147,10 @@ class FitAccumulator(Hooks):
         self._examiner = Examiner(
             self._parts,
             self._backend.write_back,
-            run_eagerly=model.run_eagerly,
+            run_eagerly=run_eagerly,
         )
         self._kind: Hashable = None
-        self._trains = _identity(model)
+        self._trains = compiled_as(model)
 
     # What a callback calls, in this order.
 
@@ -176,7 +182,7 @@ class FitAccumulator(Hooks):
             self.model is model
             and not self._is_running
             and self._takeover.has_put_back
-            and self._trains == _identity(model)
+            and self._trains == compiled_as(model)
             and not self._trainable.differs_from(model)
         )
 
@@ -211,7 +217,7 @@ class FitAccumulator(Hooks):
             ValueError: the model was compiled again amid a window.
         """
         may_change = self._follows_model or self._program is None
-        if may_change and self._trains != _identity(self.model):
+        if may_change and self._trains != compiled_as(self.model):
             self.model.make_train_function(force=True)
         if not self._takeover.is_aside:
             return
@@ -321,7 +327,7 @@ class FitAccumulator(Hooks):
     @property
     def _follows_model(self) -> bool:
         """Whether Keras's own step would see at once what is changed."""
-        return self.model.run_eagerly or not self._backend.fit_compiles
+        return should_run_eagerly(self.model) or not self._backend.fit_compiles
 
     def _follow_model(self) -> None:
         """Turn to what the model is by now, where Keras's own step would.
@@ -447,7 +453,7 @@ class FitAccumulator(Hooks):
             survey.operations,
             self._backend,
             jit_compile=self.model.jit_compile,
-            run_eagerly=self.model.run_eagerly,
+            run_eagerly=should_run_eagerly(self.model),
         )
         self._is_fused = plan.name == "fused"
         # While `fit` has the state, nothing can be made any more.
@@ -487,12 +493,3 @@ class FitAccumulator(Hooks):
         names = ("updates", "skipped_updates", "consecutive_skips")
         read, state = self._fit_state.read, self._state
         return {name: as_number(read(getattr(state, name))) for name in names}
-
-
-def _identity(model: Model) -> tuple:
-    """Return what stays as long as compiled functions can be used again."""
-    return (
-        id(model.optimizer),
-        model.run_eagerly,
-        model.jit_compile,
-    )

@@ -6,6 +6,7 @@ from typing import Any
 from accumtrainer import errors
 from accumtrainer.keras_api import check_feature, keras, overrides
 from accumtrainer.keras_api.types import Model
+from accumtrainer.steps import should_run_eagerly
 from accumtrainer.steps.backend import Backend
 
 
@@ -98,3 +99,8 @@ def check_fit(model: Model, backend: Backend) -> None:
             )
     if backend.is_distributed(model) or keras.distribution.distribution():
         raise ValueError(errors.DISTRIBUTED_FIT)
+
+
+def compiled_as(model: Model) -> tuple:
+    """Return what stays as long as compiled functions can be used again."""
+    return (id(model.optimizer), should_run_eagerly(model), model.jit_compile)

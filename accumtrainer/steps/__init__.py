@@ -25,6 +25,7 @@ __all__ = [
     "choose_plan",
     "make_backend",
     "should_compile_evaluation",
+    "should_run_eagerly",
 ]
 
 
@@ -45,6 +46,25 @@ def make_backend(
     Raises:
         ImportError: the backend is not supported.
     """
+    return _backend_class()(
+        model,
+        run_eagerly=run_eagerly,
+        compiles_all_shapes=compiles_all_shapes,
+    )
+
+
+def should_run_eagerly(model: Any) -> bool:
+    """Whether nothing is to be compiled, as Keras would see it.
+
+    Args:
+        model: `keras.Model`, whose `compile` may have been told so; or it was
+            the backend, by `tf.config.run_functions_eagerly` or
+            `jax.disable_jit`.
+    """
+    return model.run_eagerly or _backend_class().is_told_to_run_eagerly()
+
+
+def _backend_class() -> type[Backend]:
     module = f"{__name__}.{BACKEND}"
     if importlib.util.find_spec(module) is None:
         known = sorted(
@@ -55,9 +75,4 @@ def make_backend(
                 supported=" or ".join(known), backend=BACKEND, first=known[0]
             )
         )
-    chosen = importlib.import_module(f"{module}.backend").THE_BACKEND
-    return chosen(
-        model,
-        run_eagerly=run_eagerly,
-        compiles_all_shapes=compiles_all_shapes,
-    )
+    return importlib.import_module(f"{module}.backend").THE_BACKEND

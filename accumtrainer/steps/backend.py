@@ -70,6 +70,11 @@ class Backend(WindowBackend):
     fit_hands_batches: ClassVar[bool] = False
     """Whether `Model.fit` hands over batches, and no iterator of them."""
 
+    @staticmethod
+    def is_told_to_run_eagerly() -> bool:
+        """Whether the user has the whole backend compile nothing."""
+        return False
+
     @abc.abstractmethod
     def __init__(
         self,

@@ -100,6 +100,7 @@ class Compilation:
             model,
             optimizer=self.optimizer,
             auto_scale_loss=False,
+            run_eagerly=model.run_eagerly,
             **self.arguments,
         )
 

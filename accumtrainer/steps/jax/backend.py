@@ -46,6 +46,10 @@ class JaxBackend(Backend):
     compiles_evaluation = True
     runs_ahead = True
 
+    @staticmethod
+    def is_told_to_run_eagerly() -> bool:
+        return jax.config.jax_disable_jit
+
     def __init__(
         self,
         model: Model | None,

@@ -52,6 +52,10 @@ class TensorFlowBackend(Backend):
     fit_hands_state_over = False
     gives_values = False
 
+    @staticmethod
+    def is_told_to_run_eagerly() -> bool:
+        return tf.config.functions_run_eagerly()
+
     def __init__(
         self,
         model: Model | None,

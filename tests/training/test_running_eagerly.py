@@ -1,0 +1,139 @@
+"""What Keras would run as plain Python runs so here.
+
+Each micro-batch then calls the model, which compiled programs do once for all.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from accumtrainer import Accumulation, Trainer
+from accumtrainer.callbacks import GradientAccumulation
+from accumtrainer.keras_api import BACKEND, keras
+
+MICRO_BATCHES = 6
+
+
+class Counted(keras.layers.Dense):
+    """A layer that counts its calls in Python."""
+
+    def __init__(self):
+        super().__init__(2)
+        self.calls = itertools.count()
+
+    def call(self, inputs):
+        next(self.calls)
+        return super().call(inputs)
+
+
+def make_model(**options):
+    model = keras.Sequential([keras.Input([3]), Counted()])
+    model.compile(keras.optimizers.SGD(0.1), "mse", **options)
+    return model
+
+
+def fit_by_trainer(model):
+    trainer = Trainer(model, accumulation=Accumulation(micro_batch_size=2))
+    trainer.fit(*data(), batch_size=4, verbose=0)
+
+
+def fit_within_keras(model):
+    callbacks = [GradientAccumulation(steps=2)]
+    model.fit(*data(), batch_size=2, verbose=0, callbacks=callbacks)
+
+
+def data():
+    rng = np.random.default_rng(0)
+    size = 2 * MICRO_BATCHES
+    return (
+        rng.normal(size=[size, 3]).astype("float32"),
+        rng.normal(size=[size, 2]).astype("float32"),
+    )
+
+
+def calls_of_second_fit(fit, model):
+    """Count what is called when everything has been looked at and compiled."""
+    fit(model)
+    layer = model.layers[-1]
+    before = next(layer.calls)
+    fit(model)
+    return next(layer.calls) - before - 1
+
+
+@pytest.fixture
+def nothing_compiles():
+    """Tell the backend itself to compile nothing."""
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        tf.config.run_functions_eagerly(True)
+        yield
+        tf.config.run_functions_eagerly(False)
+    else:
+        import jax
+
+        with jax.disable_jit():
+            yield
+
+
+WAYS = pytest.mark.parametrize("fit", [fit_by_trainer, fit_within_keras])
+
+
+@WAYS
+def test_model_that_is_compiled_so_runs_eagerly(fit):
+    model = make_model(run_eagerly=True)
+    assert calls_of_second_fit(fit, model) >= MICRO_BATCHES
+
+
+@WAYS
+@pytest.mark.skipif(BACKEND == "torch", reason="PyTorch has no such switch")
+@pytest.mark.usefixtures("nothing_compiles")
+@pytest.mark.filterwarnings("ignore:.*does not apply to tf.data:UserWarning")
+def test_backend_that_is_told_so_runs_everything_eagerly(fit):
+    assert calls_of_second_fit(fit, make_model()) >= MICRO_BATCHES
+
+
+@WAYS
+def test_all_else_is_compiled(fit):
+    assert calls_of_second_fit(fit, make_model()) < MICRO_BATCHES
+
+
+def test_model_stays_compiled_to_run_eagerly():
+    model = make_model(run_eagerly=True)
+    trainer = Trainer(model, keras.optimizers.Adam(), loss="mae")
+    trainer.fit(*data(), verbose=0)
+    assert model.run_eagerly
+
+
+class OnlyInPython(keras.Model):
+    """A model whose numbers NumPy computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, inputs):
+        largest = 1.0
+        if not isinstance(inputs, keras.KerasTensor):
+            largest = np.max(keras.ops.convert_to_numpy(inputs))
+        return self.dense(inputs) / largest
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="JAX differentiates no NumPy")
+def test_what_only_python_can_compute_trains():
+    x, y = data()
+    losses = []
+    for train in (keras.Model.fit, train_in_pieces):
+        model = OnlyInPython()
+        model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+        model(x)
+        model.set_weights([np.ones([3, 1]), np.zeros([1])])
+        history = train(model, x, y[:, :1], batch_size=4, shuffle=False)
+        losses.append(history.history["loss"])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def train_in_pieces(model, *arguments, **options):
+    trainer = Trainer(model, accumulation=Accumulation(micro_batch_size=4))
+    return trainer.fit(*arguments, **options)
