@@ -31,7 +31,7 @@ from accumtrainer.inside_fit.fit_state import make_fit_state
 from accumtrainer.inside_fit.groups import Group, Groups
 from accumtrainer.inside_fit.takeover import Takeover, check_fit, compiled_as
 from accumtrainer.keras_api import compiled_arguments, keras
-from accumtrainer.keras_api.types import Model, Nest
+from accumtrainer.keras_api.types import Nest
 from accumtrainer.progress import Progress
 from accumtrainer.steps import (
     Step,

@@ -4,6 +4,7 @@
 import it: their own `backend.py` implements that interface.
 """
 
+import functools
 import importlib.util
 import pkgutil
 from typing import Any
@@ -46,7 +47,7 @@ def make_backend(
     Raises:
         ImportError: the backend is not supported.
     """
-    return _backend_class()(
+    return _backend_class(BACKEND)(
         model,
         run_eagerly=run_eagerly,
         compiles_all_shapes=compiles_all_shapes,
@@ -61,18 +62,19 @@ def should_run_eagerly(model: Any) -> bool:
             the backend, by `tf.config.run_functions_eagerly` or
             `jax.disable_jit`.
     """
-    return model.run_eagerly or _backend_class().is_told_to_run_eagerly()
+    return model.run_eagerly or _backend_class(BACKEND).is_told_to_run_eagerly()
 
 
-def _backend_class() -> type[Backend]:
-    module = f"{__name__}.{BACKEND}"
+@functools.cache  # `fit` asks before every batch
+def _backend_class(name: str) -> type[Backend]:
+    module = f"{__name__}.{name}"
     if importlib.util.find_spec(module) is None:
         known = sorted(
             m.name for m in pkgutil.iter_modules(__path__) if m.ispkg
         )
         raise ImportError(
             errors.UNSUPPORTED_BACKEND.format(
-                supported=" or ".join(known), backend=BACKEND, first=known[0]
+                supported=" or ".join(known), backend=name, first=known[0]
             )
         )
     return importlib.import_module(f"{module}.backend").THE_BACKEND
