@@ -268,7 +268,10 @@ class EpochSums:
         """Read what was added up so far."""
         added = running.read()
         means = window_means(added.numerators, added.denominators)
-        means = ops.where(ops.equal(added.samples, 0), float("nan"), means)
+        # The quotient is NaN, of which TensorFlow's `enable_check_numerics`
+        # tells where it is computed, and of a constant always.
+        is_empty = ops.equal(added.samples, 0)
+        means = ops.where(is_empty, added.samples / added.samples, means)
         regularization = ops.divide_no_nan(added.regularization, added.weight)
         total = total_loss(means, losses, regularization)
         return cls(losses, added, means, total)
@@ -305,14 +308,9 @@ def joined(
             amounts[name] = above + amount, below + under[name]
     return (
         [losses[name] for name in amounts],
-        [_mean_or_nan(*pair) for pair in amounts.values()],
-        _mean_or_nan(total, samples),
+        [above / below for above, below in amounts.values()],
+        total / samples,
     )
-
-
-def _mean_or_nan(total: Tensor, count: Tensor) -> Tensor:
-    mean = ops.divide_no_nan(total, count)
-    return ops.where(ops.equal(count, 0), float("nan"), mean)
 
 
 def _kinds(losses: list[WeightedLoss]) -> list[str]:

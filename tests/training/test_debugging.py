@@ -1,6 +1,7 @@
-"""What Keras would run as plain Python runs so here.
+"""What people turn on to find a fault does here what it does in Keras.
 
-Each micro-batch then calls the model, which compiled programs do once for all.
+A model that runs as plain Python is called for each micro-batch, by a compiled
+program once for all.
 """
 
 import itertools
@@ -8,7 +9,7 @@ import itertools
 import numpy as np
 import pytest
 
-from accumtrainer import Accumulation, Trainer
+from accumtrainer import Accumulation, LossScale, Trainer
 from accumtrainer.callbacks import GradientAccumulation
 from accumtrainer.keras_api import BACKEND, keras
 
@@ -33,14 +34,16 @@ def make_model(**options):
     return model
 
 
-def fit_by_trainer(model):
-    trainer = Trainer(model, accumulation=Accumulation(micro_batch_size=2))
-    trainer.fit(*data(), batch_size=4, verbose=0)
+def fit_by_trainer(model, loss_scale="auto", **options):
+    accumulation = Accumulation(micro_batch_size=2)
+    trainer = Trainer(model, accumulation=accumulation, loss_scale=loss_scale)
+    trainer.fit(*data(), batch_size=4, verbose=0, **options)
 
 
-def fit_within_keras(model):
-    callbacks = [GradientAccumulation(steps=2)]
-    model.fit(*data(), batch_size=2, verbose=0, callbacks=callbacks)
+def fit_within_keras(model, loss_scale="auto", **options):
+    callbacks = [GradientAccumulation(steps=2, loss_scale=loss_scale)]
+    options |= {"callbacks": callbacks, "verbose": 0}
+    model.fit(*data(), batch_size=2, **options)
 
 
 def data():
@@ -137,3 +140,42 @@ def test_what_only_python_can_compute_trains():
 def train_in_pieces(model, *arguments, **options):
     trainer = Trainer(model, accumulation=Accumulation(micro_batch_size=4))
     return trainer.fit(*arguments, **options)
+
+
+@pytest.fixture
+def tells_of_nan():
+    """Have the backend raise where it computes NaN."""
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        tf.debugging.enable_check_numerics()
+        yield
+        tf.debugging.disable_check_numerics()
+    elif BACKEND == "jax":
+        import jax
+
+        with jax.debug_nans(True):
+            yield
+    else:
+        import torch
+
+        with torch.autograd.set_detect_anomaly(True):
+            yield
+
+
+@WAYS
+@pytest.mark.usefixtures("tells_of_nan")
+@pytest.mark.filterwarnings("ignore:XLA cannot compile:UserWarning")
+def test_what_tells_of_nan_finds_none_in_sound_training(fit):
+    model = keras.Sequential(
+        [
+            keras.Input([3]),
+            keras.layers.Dense(4, "tanh", kernel_regularizer="l2"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(2),
+        ]
+    )
+    optimizer = keras.optimizers.Adam(0.1, global_clipnorm=0.1)
+    model.compile(optimizer, "mse", metrics=["mae"])
+    fit(model, loss_scale=LossScale(initial=8.0), validation_data=data())
+    assert np.isfinite(model.history.history["val_mae"]).all()
