@@ -120,15 +120,15 @@ class Trainer(Answers):
         compilation = settle_compilation(model, optimizer, loss_scale, given)
         self.optimizer = compilation.optimizer
         self.loss_scale = compilation.loss_scale
-        run_eagerly = run_eagerly or should_run_eagerly(model)
+        is_eager = run_eagerly or should_run_eagerly(model)
         self.seed = check_devices(
-            self, self.accumulation, seed, run_eagerly=run_eagerly
+            self, self.accumulation, seed, run_eagerly=is_eager
         )
         self._callbacks = checked_callbacks(callbacks)
         self._context = HookContext.of(
             model, compilation.arguments, denominator
         )
-        compilation.apply(model)
+        compilation.apply(model, run_eagerly=run_eagerly)
         self._loop: FitLoop | None = None
         self._tracked: list[Any] = []
         self._state = TrainingState(
@@ -140,7 +140,7 @@ class Trainer(Answers):
             accumulation=self.accumulation,
             tracked=self._tracked,
             jit_compile=jit_compile,
-            run_eagerly=run_eagerly,
+            run_eagerly=is_eager,
             max_consecutive_skips=max_consecutive_skips,
         )
 

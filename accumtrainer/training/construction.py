@@ -90,17 +90,25 @@ class Compilation:
         """By what the first loss is multiplied."""
         return self.loss_scale.initial if self.loss_scale else 1.0
 
-    def apply(self, model: Model) -> None:
-        """Compile a model with the live optimizer."""
+    def apply(self, model: Model, *, run_eagerly: bool) -> None:
+        """Compile a model with the live optimizer.
+
+        Args:
+            model: compiled or not.
+            run_eagerly: whether it runs eagerly from now on, as one does that
+                was compiled so.
+        """
+        run_eagerly = run_eagerly or model.run_eagerly
         if not self.is_new:
             model.optimizer = self.optimizer
+            model.run_eagerly = run_eagerly
             return
         # That of the model's own class may take other arguments.
         keras.Model.compile(
             model,
             optimizer=self.optimizer,
             auto_scale_loss=False,
-            run_eagerly=model.run_eagerly,
+            run_eagerly=run_eagerly,
             **self.arguments,
         )
 

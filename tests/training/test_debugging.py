@@ -102,11 +102,22 @@ def test_all_else_is_compiled(fit):
     assert calls_of_second_fit(fit, make_model()) < MICRO_BATCHES
 
 
-def test_model_stays_compiled_to_run_eagerly():
-    model = make_model(run_eagerly=True)
-    trainer = Trainer(model, keras.optimizers.Adam(), loss="mae")
-    trainer.fit(*data(), verbose=0)
+@pytest.mark.parametrize(
+    ("compiled", "options"),
+    [
+        ({"run_eagerly": True}, {"optimizer": "adam", "loss": "mae"}),
+        ({}, {"optimizer": "adam", "run_eagerly": True}),
+        ({}, {"run_eagerly": True}),
+    ],
+)
+def test_model_is_compiled_to_run_eagerly(compiled, options):
+    model = make_model(**compiled)
+    Trainer(model, **options)
     assert model.run_eagerly
+    calls = model.layers[-1].calls
+    before = next(calls)
+    model.evaluate(*data(), batch_size=2, verbose=0)
+    assert next(calls) - before - 1 >= MICRO_BATCHES
 
 
 class OnlyInPython(keras.Model):
