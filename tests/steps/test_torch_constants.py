@@ -49,6 +49,42 @@ def test_ones_that_make_something_larger_or_of_another_dtype_stay():
         check(function, make(3), without=[], still=["mul"])
 
 
+LARGE = 5000  # too large to be kept as a constant
+
+
+@pytest.mark.parametrize(
+    "zeros", [torch.zeros_like, lambda like: torch.full_like(like, 0.0)]
+)
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_what_is_added_to_zeros_is_left_as_it_is(zeros, size):
+    def add(tensors):
+        exponential = tensors[0].exp()
+        return [(zeros(exponential) + exponential + zeros(exponential)).sin()]
+
+    check(add, make(size), without=["add", "zeros_like"], still=["exp", "sin"])
+
+
+def test_zeros_that_are_filled_or_scaled_or_make_something_larger_stay():
+    def filled(tensors):
+        zeros = torch.zeros_like(tensors[0])
+        zeros.sub_(tensors[0])
+        return [(zeros + tensors[0].exp()).sin()]
+
+    def scaled(tensors):
+        zeros = torch.zeros_like(tensors[0])
+        return [torch.add(zeros, tensors[0].exp(), alpha=2).sin()]
+
+    def larger(tensors):
+        return [(torch.zeros(2, LARGE) + tensors[0].exp()).sin()]
+
+    def transposed(tensors):
+        zeros = torch.zeros(LARGE, 2).t()
+        return [(zeros + torch.stack([tensors[0]] * 2).exp()).sin()]
+
+    for function in (filled, scaled, larger, transposed):
+        check(function, make(LARGE), without=[], still=["add"])
+
+
 @pytest.mark.parametrize("chosen", [True, False])
 def test_choice_that_is_always_the_same_is_made_beforehand(chosen):
     def choose(tensors):

@@ -42,6 +42,8 @@ def is_zero(module: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a value is zero everywhere."""
     if node.op == "get_attr":
         return not getattr(module, node.target).any()
+    if node.target in {aten.full.default, aten.full_like.default}:
+        return bool(node.args[1] == 0)
     return node.target in {aten.zeros.default, aten.zeros_like.default}
 
 
@@ -114,6 +116,20 @@ def _times_one(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     return first if is_own and _all(module, by, 1) else None
 
 
+def _plus_zero(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """Return what is added to zeros, as where a sum begins.
+
+    A negative zero stays one, which is the same number.
+    """
+    first, second = node.args
+    if node.kwargs or not isinstance(second, fx.Node):
+        return None
+    if is_zero(module, second):
+        first, second = second, first
+    is_own = second.op != "placeholder"
+    return second if is_own and is_zero(module, first) else None
+
+
 def _chosen(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     """Return the one side of a `where` that is always chosen."""
     condition, on_true, on_false = node.args
@@ -142,6 +158,7 @@ def _all(module: fx.GraphModule, value: Any, number: float) -> bool:
 
 
 RULES = {
+    aten.add.Tensor: _plus_zero,
     aten.mul.Tensor: _times_one,
     aten.div.Tensor: _times_one,
     aten.where.self: _chosen,
