@@ -89,8 +89,11 @@ def test_model_that_is_compiled_so_runs_eagerly(fit):
     assert calls_of_second_fit(fit, model) >= MICRO_BATCHES
 
 
+# Keras compiles nothing on PyTorch unless it is told to, so there is nothing to
+# switch off for all of it; what `torch.compiler.set_stance` has set, nobody but
+# PyTorch can read.
 @WAYS
-@pytest.mark.skipif(BACKEND == "torch", reason="PyTorch has no such switch")
+@pytest.mark.skipif(BACKEND == "torch", reason="no switch that Keras heeds")
 @pytest.mark.usefixtures("nothing_compiles")
 @pytest.mark.filterwarnings("ignore:.*does not apply to tf.data:UserWarning")
 def test_backend_that_is_told_so_runs_everything_eagerly(fit):
@@ -134,7 +137,9 @@ class OnlyInPython(keras.Model):
         return self.dense(inputs) / largest
 
 
-@pytest.mark.skipif(BACKEND == "jax", reason="JAX differentiates no NumPy")
+# Before it runs a model eagerly on JAX, Keras traces it to build its losses,
+# and NumPy cannot compute with what it traces.
+@pytest.mark.skipif(BACKEND == "jax", reason="Keras itself cannot train it")
 def test_what_only_python_can_compute_trains():
     x, y = data()
     losses = []
