@@ -118,6 +118,73 @@ def test_what_is_stacked_and_taken_apart_is_left_as_it_is():
     check(stack, make(3), without=["stack", "unbind"], still=["exp", "cos"])
 
 
+def test_what_is_taken_apart_and_stacked_again_is_left_as_it_is():
+    def stack(tensors):
+        exponential, cosine = tensors[0].exp(), tensors[0].cos()
+        joined = torch.cat([exponential, torch.ones(1), cosine]).unbind()
+        whole = torch.stack(joined[:3])
+        again = torch.stack(joined[4:])
+        return [(whole * joined[3]).sin() + again]
+
+    check(
+        stack,
+        make(3),
+        without=["stack", "unbind", "cat", "mul"],
+        still=["exp", "cos", "sin"],
+    )
+
+
+def test_what_is_stacked_of_other_parts_or_in_another_order_stays():
+    def part(parts):
+        return torch.stack(parts[:2]).sin()
+
+    def swapped(parts):
+        return torch.stack(parts[2::-1]).sin()
+
+    def across(parts):
+        return torch.stack(parts[1:4]).sin()
+
+    def other_axis(parts):
+        return torch.stack([p.view(1) for p in parts[:3]], 1).sin()
+
+    def stack_of(choose):
+        def stack(tensors):
+            parts = [tensors[0].exp(), tensors[0].cos()]
+            return [choose(torch.cat(parts).unbind())]
+
+        return stack
+
+    for choose in (part, swapped, across, other_axis):
+        check(stack_of(choose), make(3), without=[], still=["stack", "sin"])
+
+
+def test_scalar_that_is_summed_up_is_left_as_it_is():
+    def add(tensors):
+        scalar = tensors[0].exp()[1]
+        return [(scalar.sum() + tensors[0].cos().sum()).sin()]
+
+    names = names_of(add, make(3))
+    assert names.count("sum") == 1
+    agrees(add, make(3))
+
+
+def test_sum_of_another_dtype_stays():
+    def add(tensors):
+        return [tensors[0].exp()[1].sum(dtype=torch.float64).sin()]
+
+    check(add, make(3), without=[], still=["sum"])
+
+
+def test_parts_that_change_later_are_stacked():
+    def change(tensors):
+        exponential = tensors[0].exp()
+        again = torch.stack(exponential.unbind())
+        exponential.add_(1)
+        return [again.sin(), exponential]
+
+    check(change, make(3), without=[], still=["stack"])
+
+
 def test_what_is_stacked_and_taken_apart_along_other_axes_stays():
     def stack(tensors):
         parts = torch.stack([tensors[0].exp(), tensors[0].cos()], dim=1)

@@ -50,6 +50,7 @@ from accumtrainer.steps.torch.seeds import (
     draw_from_own_states,
     recorded_draws,
 )
+from accumtrainer.steps.torch.squares import MANY, sum_in_rows
 from accumtrainer.steps.torch.tensors import default_device, to_tensor
 from accumtrainer.steps.torch.trials import Trial, UnwatchedTrial
 from accumtrainer.window.backend import Traced
@@ -259,6 +260,11 @@ class TorchBackend(Backend):
 
     def add_to(self, variable: Variable, gradient: Tensor) -> None:
         variable.value.add_(gradient)
+
+    def sum_of_squares(self, gradient: Tensor) -> Tensor:
+        if gradient.device.type == "cpu" and gradient.numel() >= MANY:
+            return sum_in_rows(gradient)
+        return super().sum_of_squares(gradient)
 
     def cond(
         self,

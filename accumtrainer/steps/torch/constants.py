@@ -73,15 +73,20 @@ def make_constant(module: fx.GraphModule, node: fx.Node) -> None:
         )
 
     arguments = fx.node.map_arg((node.args, node.kwargs), number)
-    name = f"_made_{node.name}"
     with torch.no_grad():
         made = node.target(*arguments[0], **arguments[1])
+    node.replace_all_uses_with(_constant(module, node, made))
+    module.graph.erase_node(node)
+
+
+def _constant(module: fx.GraphModule, node: fx.Node, made: Tensor) -> fx.Node:
+    """Keep what a node makes, to be read in its place."""
+    name = f"_made_{node.name}"
     module.register_buffer(name, made)
     with module.graph.inserting_before(node):
         constant = module.graph.get_attr(name)
     constant.meta = dict(node.meta)
-    node.replace_all_uses_with(constant)
-    module.graph.erase_node(node)
+    return constant
 
 
 def same_as(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
@@ -130,6 +135,13 @@ def _plus_zero(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     return second if is_own and is_zero(module, first) else None
 
 
+def _sum_of_one(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """Return a scalar that is summed up by itself."""
+    del module
+    (source,) = node.args
+    return source if not node.kwargs and source.op != "placeholder" else None
+
+
 def _chosen(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     """Return the one side of a `where` that is always chosen."""
     condition, on_true, on_false = node.args
@@ -140,12 +152,48 @@ def _chosen(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
 
 def _taken_apart(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     """Return what was stacked to be taken apart again."""
+    part = _part_of(node)
+    if part is None:
+        return None
+    source, place = part
+    if source.op == "get_attr":
+        number = getattr(module, source.target)[place].clone()
+        return _constant(module, node, number)
+    is_stack = source.target is aten.stack.default and not source.args[1:]
+    return source.args[0][place] if is_stack else None
+
+
+def _put_together(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """Return what was taken apart to be stacked again."""
+    del module
+    parts = [_part_of(n) for n in node.args[0]]
+    first = parts[0]
+    if node.args[1:] or first is None:
+        return None
+    source = first[0]
+    is_whole = parts == [(source, place) for place in range(len(parts))]
+    return source if is_whole else None
+
+
+def _part_of(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """Find out of which value something was taken, and at which place.
+
+    Of values that were joined, it is the one in which it was.
+    """
+    if node.target is not getitem:
+        return None
     parts, place = node.args
     if parts.target is not aten.unbind.int or parts.args[1:] not in ((), (0,)):
         return None
-    stacked = parts.args[0]
-    is_stack = stacked.target is aten.stack.default
-    return stacked.args[0][place] if is_stack and not stacked.args[1:] else None
+    source = parts.args[0]
+    if source.target is not aten.cat.default or source.args[1:]:
+        return source, place
+    for joined in source.args[0]:
+        size = len(joined.meta["val"])
+        if place < size:
+            return joined, place
+        place -= size
+    return None
 
 
 def _all(module: fx.GraphModule, value: Any, number: float) -> bool:
@@ -162,6 +210,8 @@ RULES = {
     aten.mul.Tensor: _times_one,
     aten.div.Tensor: _times_one,
     aten.where.self: _chosen,
+    aten.stack.default: _put_together,
+    aten.sum.default: _sum_of_one,
     getitem: _taken_apart,
 }
 """Operations, and what finds the value that they make again."""
