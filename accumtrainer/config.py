@@ -54,8 +54,9 @@ class Accumulation(PlainOptions):
             halves of each other and, where they can, divide the loader batch
             evenly; see `Trainer.memory_plan`.
         memory_limit_bytes: most memory of a device that `"auto"` may plan
-            for, all in all; default nine tenths of what the device has. A CPU
-            does not tell, so there it must be given.
+            for, all in all; default nine tenths of what JAX or PyTorch may
+            use of a GPU. A CPU and TensorFlow do not tell, so there it must
+            be given.
         tail: what happens to the batches left over when an epoch ends inside
             a window, with `steps` alone: `"flush"` makes a smaller update,
             `"carry"` keeps them for the next epoch, or for a last update
@@ -254,7 +255,8 @@ class Accumulation(PlainOptions):
         require_count(
             "memory_limit_bytes",
             self.memory_limit_bytes,
-            "Write for example 4 * 2**30, or leave it out on a GPU.",
+            "Write for example 4 * 2**30; on a GPU with JAX or PyTorch it may "
+            "be left out.",
         )
         if self.micro_batch_size != "auto":
             raise ValueError(

@@ -55,7 +55,8 @@ class Trainer(Answers):
             `LossScale`, or `None` for off.
         max_consecutive_skips: windows in a row that may have gradients that are
             not finite; `None` for any number.
-        jit_compile: `"auto"`, `True` or `False`: whether XLA compiles.
+        jit_compile: `"auto"`, `True` or `False`: whether XLA compiles, or on
+            PyTorch, where `"auto"` is off, `torch.compile`.
         run_eagerly: run everything as plain Python, for debugging; done too
             where the model was compiled so, or the backend is told so.
         callbacks: list of callbacks, Keras's or ours, for every `fit`.
@@ -218,13 +219,15 @@ class Trainer(Answers):
                 given the same arrays; of anything else each yields its shard.
             y: targets, where x is arrays.
             batch_size: samples per loader batch, default 32.
-            epochs: times through the data, default 1, or unlimited with
-                `max_updates` or `max_seconds`.
+            epochs: index of the epoch before which to stop, as in Keras;
+                default `initial_epoch + 1`, or unlimited with `max_updates`
+                or `max_seconds`.
             verbose: 0, 1, 2 or `"auto"`.
             callbacks: further callbacks, for this call.
             validation_split: fraction of the arrays kept for validation.
             validation_data: `(x, y)` or what `x` may be, the same in every
-                process; a dict of these validates on several named sets.
+                process; a dict of these validates on several named sets,
+                whose numbers are logged as `val_<name>_loss` and so on.
             shuffle: whether arrays and PyDatasets are shuffled each epoch, or
                 `"batch"` to shuffle arrays within each batch alone. The order
                 depends on `seed` and on how many epochs came before, in

@@ -73,7 +73,7 @@ turns, round by round, on the same data from the same weights. The columns:
   thread or with PyTorch's default, whichever is faster for them. The second
   number of two is that of ours with `jit_compile=True`, which is
   `torch.compile`; it is not the default, as its first update takes up to a
-  minute.
+  hundred seconds.
 - **first update**: seconds from a model to its first update, compilation
   included, ours / Keras's as it compiles by default.
 - **second run**: the same in a process that finds what an earlier one has

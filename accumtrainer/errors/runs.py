@@ -21,7 +21,8 @@ NOTHING_FITS = (
 
 NO_MEMORY_LIMIT = (
     "memory_limit_bytes must be given with micro_batch_size='auto' where the "
-    "device does not tell how much memory it has, as a CPU. Received: None. "
+    "device does not tell how much memory it has, as a CPU, or TensorFlow "
+    "does not. Received: None. "
     "Write for example Accumulation(micro_batch_size='auto', "
     "memory_limit_bytes=4 * 2**30)."
 )

@@ -58,8 +58,9 @@ class Callback(keras.callbacks.Callback):
             unknown.
         trainer: the `Trainer`, or `None` before one has set it.
         looks_at_model: whether its hooks read or write the model. Say
-            `False` in a class whose hooks do not, and JAX need not make the
-            model's variables current for them.
+            `False` in a class whose hooks do not. Then JAX need not make the
+            model's variables current for them, and PyTorch does not look at
+            what they may have changed in it.
         is_logger: whether its hooks are called after those of the other
             callbacks, to see what these write into the logs; but the opening
             ones, such as `on_train_begin`, before them.
