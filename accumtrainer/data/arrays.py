@@ -69,6 +69,7 @@ class ArraySource(Source):
         self._options = options
         self._preprocessing = preprocessing
         self._data = data if preprocessing else self._weighed(data)
+        self.begins_again = preprocessing is None  # which takes its time
         self._first_epoch = options.first_epoch
         self._epochs_before = options.epochs_before
         steps, batch_size = options.steps, options.batch_size

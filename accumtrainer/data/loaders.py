@@ -87,6 +87,7 @@ class PyDatasetSource(Source):
         self._steps = steps
         self._epochs_begun = 0
         self.is_endless = steps is None and batches is None
+        self.begins_again = preprocessing is None  # which takes its time
         self.batches_per_epoch = _least(steps, batches)
 
     def iterate(self, epoch: int, start: int = 0) -> Iterator[Batch]:
@@ -101,6 +102,9 @@ class PyDatasetSource(Source):
         if not made:
             raise errors.NothingLeftError(errors.NO_BATCHES.format(epoch=epoch))
         warn_of_the_end(made, self._steps)
+
+    def give_up_epoch(self) -> None:
+        self._dataset.on_epoch_end()
 
     def get_state(self) -> dict[str, Any]:
         return {
@@ -247,9 +251,10 @@ class IterableSource(Source):
         self.batches_per_epoch = _least(steps, length)
 
     def iterate(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Yield the `Batch`es of one epoch."""
+        """Yield the `Batch`es of one epoch, as many as its length says."""
         made = start
-        remaining = None if self._steps is None else self._steps - start
+        most = self.batches_per_epoch if self._steps is None else self._steps
+        remaining = None if most is None else most - start
         items = self._round(epoch) if not start else self._begin(is_new=False)
         for item in islice(items, remaining):
             batch = self._reader.read(item, epoch, made)

@@ -71,6 +71,7 @@ class ShardSource(Source):
         self.is_one_shot = source.is_one_shot
         self.is_endless = source.is_endless
         self.orders_epochs = source.orders_epochs
+        self.begins_again = source.begins_again
 
     def iterate(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """Yield the items of one epoch, which ends for all at once."""
@@ -90,6 +91,9 @@ class ShardSource(Source):
         self._agree(NO_MORE, 0, fingerprint(()))
         if nothing_left is not None:
             raise nothing_left
+
+    def give_up_epoch(self) -> None:
+        self._source.give_up_epoch()
 
     def get_state(self) -> dict[str, Any]:
         """Return what holds for the loader of every process."""

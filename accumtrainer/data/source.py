@@ -92,6 +92,8 @@ class Source(abc.ABC):
         is_endless: whether an epoch is known never to end.
         orders_epochs: whether any epoch can be begun at any time, each with an
             order of its own.
+        begins_again: whether an epoch of which nothing has been trained on
+            begins once more, as callbacks may have changed the data.
         processes: how many processes have a shard each of the batches; 1
             where all are given the same.
     """
@@ -102,6 +104,7 @@ class Source(abc.ABC):
     is_one_shot: bool = False
     is_endless: bool = False
     orders_epochs: bool = False
+    begins_again: bool = False
     processes: int = 1
 
     def together(self) -> contextlib.AbstractContextManager[None]:
@@ -123,6 +126,10 @@ class Source(abc.ABC):
         Yields:
             Items to hand to `window`, one for every loader batch.
         """
+
+    def give_up_epoch(self) -> None:
+        """End an epoch early that is to begin once more."""
+        return  # there is nothing to do
 
     @abc.abstractmethod
     def get_state(self) -> dict[str, Any]:

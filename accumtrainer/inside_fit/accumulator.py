@@ -31,6 +31,7 @@ from accumtrainer.inside_fit.fit_state import make_fit_state
 from accumtrainer.inside_fit.groups import Group, Groups
 from accumtrainer.inside_fit.takeover import Takeover, check_fit, compiled_as
 from accumtrainer.keras_api import compiled_arguments, keras
+from accumtrainer.keras_api.rebuild import begin_averages
 from accumtrainer.keras_api.types import Nest
 from accumtrainer.progress import Progress
 from accumtrainer.steps import (
@@ -488,6 +489,7 @@ class FitAccumulator(Hooks):
         optimizer = self.model.optimizer
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
+        begin_averages(optimizer)
 
     def _read_counters(self) -> dict[str, int]:
         names = ("updates", "skipped_updates", "consecutive_skips")

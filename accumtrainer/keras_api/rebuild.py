@@ -32,6 +32,30 @@ def rebuild(optimizer: Optimizer, variables: list[Variable]) -> None:
         one.put_back()
 
 
+AVERAGES = "_model_variables_moving_average"
+"""Where an optimizer with `use_ema` has averages, which it begins as zeros."""
+
+
+def begin_averages(optimizer: Optimizer) -> None:
+    """Begin averages of weights with the weights, before the first update.
+
+    Keras has that update write over them. Where none is made, as after losses
+    of NaN, the model's weights would become the zeros when training ends.
+
+    Args:
+        optimizer: is built.
+    """
+    for one in optimizers_of(optimizer)[1]:
+        if one.built and one.use_ema and not int(one.iterations):
+            for variable, average in _averaged(one):
+                _copy(variable, average)
+
+
+def _averaged(optimizer: Optimizer) -> list[tuple[Variable, Variable | None]]:
+    averages = getattr(optimizer, AVERAGES)
+    return list(zip(optimizer._trainable_variables, averages, strict=True))
+
+
 class _Kept:
     """What an optimizer keeps, by its attributes."""
 
@@ -57,6 +81,8 @@ class _Kept:
                 position = before.get(id(variable))
                 if position is not None:
                     _copy(old[position], slot)
+                elif name == AVERAGES:
+                    _copy(variable, slot)
 
     def _is_by_variable(self, value: Any) -> bool:
         """Whether it holds something for each variable that is updated."""

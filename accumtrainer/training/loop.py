@@ -13,6 +13,7 @@ from accumtrainer.data.batches import Window, window_of_batches
 from accumtrainer.data.position import Position
 from accumtrainer.data.source import Source, groups
 from accumtrainer.keras_api import take_initial_epoch
+from accumtrainer.keras_api.rebuild import begin_averages
 from accumtrainer.observers.dispatcher import Dispatcher
 from accumtrainer.observers.logs import Logs
 from accumtrainer.progress import Progress
@@ -29,7 +30,7 @@ from accumtrainer.training.clock import Clock
 from accumtrainer.training.engine import Engine
 from accumtrainer.training.fit_options import FitOptions
 from accumtrainer.training.input_checks import InputChecks
-from accumtrainer.training.signals import Interruption
+from accumtrainer.training.signals import Interruption, agree
 from accumtrainer.training.start import Start, start_from
 from accumtrainer.training.validation import Validation, metrics_kept
 
@@ -87,6 +88,7 @@ class FitLoop:
         self._first_epoch = options.initial_epoch
         self._has_run_out = False
         self._first_items: Any = None
+        self._coming: Iterator[Any] | None = None
 
     def run(self) -> Any:
         """Train until an end is reached; return `keras.callbacks.History`."""
@@ -98,6 +100,7 @@ class FitLoop:
         self._validated = self._start.validated
         self._clock.start(self._start.seconds)
         upcoming = self._prepare()
+        begin_averages(trainer.optimizer)
         self._clock.start(self._start.seconds)  # compiling does not count
         with self._interruption.deferred(), self._dispatcher.training():
             self._callback_states = CallbackStates(self._dispatcher.callbacks)
@@ -167,6 +170,8 @@ class FitLoop:
         if not is_over:
             for note in self._engine.notes_of_state(first.micro_batches):
                 self._announce(note)
+        if not is_saved:
+            self._coming = coming
         return itertools.chain(begun, self._cut(coming))
 
     def _move_to_callbacks_epoch(self) -> Iterator[Window] | None:
@@ -297,6 +302,9 @@ class FitLoop:
             for window in self._windows(position):
                 return window
         items = itertools.islice(itertools.cycle(position.carried), steps)
+        if not position.carried:
+            no_batches = errors.NO_BATCHES.format(epoch=position.epoch)
+            raise errors.NothingLeftError(no_batches)
         return self._source.window(list(items), None)
 
     def _updates(self) -> int:
@@ -312,25 +320,6 @@ class FitLoop:
         if position.epoch == self._first_epoch:
             return True
         return self._start.is_amid_epoch or not self._should_stop()
-
-    def _agree(self) -> None:
-        """Let processes agree on clock, signals and whether to stop.
-
-        Otherwise one could stop while others wait for it.
-        """
-        if self._engine.replicas.processes == 1:
-            return
-        model = self._trainer.model
-        seconds, stops, signals = self._engine.replicas.gather(
-            [
-                self._clock.own_seconds,
-                bool(model.stop_training),
-                self._interruption.arrived or 0,
-            ]
-        ).T
-        self._clock.agree(float(seconds[0]))
-        model.stop_training = bool(stops.any())
-        self._interruption.agree(int(signals.max()))
 
     def _should_stop(self) -> bool:
         trainer, options = self._trainer, self._options
@@ -352,14 +341,14 @@ class FitLoop:
 
         It may be broken off by an end that came first.
         """
-        engine, position = self._engine, self._position
-        epoch = position.epoch
+        engine, epoch = self._engine, self._position.epoch
         self._is_at_rest = False
         engine.start_epoch(epoch)
         self._validation_logs = {}
         self._dispatcher.call("on_epoch_begin", epoch, {})
         engine.compiled.check_metrics()
-        is_complete = self._run_windows(upcoming)
+        is_complete = self._run_windows(self._begun_anew() or upcoming)
+        position = self._position
         if not position.batches:
             self._has_run_out = True
             warnings.warn(
@@ -381,6 +370,23 @@ class FitLoop:
             self._leave_if_interrupted()
         return is_complete
 
+    def _begun_anew(self) -> Iterator[Window] | None:
+        """Begin with the data once more, which callbacks may have changed.
+
+        The first window is taken before they know of the training, as programs
+        are compiled for its shapes. Keras does the same.
+
+        Returns:
+            The windows to come, or `None` to go on as begun.
+        """
+        coming, self._coming = self._coming, None
+        if coming is None or not self._source.begins_again:
+            return None
+        coming.close()
+        self._source.give_up_epoch()
+        self._position = Position(epoch=self._position.epoch)
+        return self._windows(self._position)
+
     def _epoch_logs(self) -> dict[str, Any]:
         report = self._engine.last_report
         return self._start.last_logs if report is None else report.epoch_logs()
@@ -396,10 +402,13 @@ class FitLoop:
             if self._should_stop():
                 return False
         self._is_at_rest = True
-        for window in self._engine.waiting_for(upcoming):
+        engine = self._engine
+        for window in engine.waiting_for(upcoming):
             self._is_at_rest = False
             self._run_window(window)
-            self._agree()
+            if engine.replicas.processes > 1:
+                model, gather = self._trainer.model, engine.replicas.gather
+                agree(self._clock, self._interruption, model, gather)
             self._validate_if_due()
             should_stop = self._should_stop()
             self._tell_safe_point("stop" if should_stop else "update")

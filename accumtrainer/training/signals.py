@@ -3,10 +3,14 @@
 import contextlib
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from accumtrainer import errors
+from accumtrainer.keras_api.types import Model
+from accumtrainer.training.clock import Clock
 
 
 class Interruption:
@@ -83,3 +87,31 @@ class Interruption:
         self.arrived = number
         if not self._is_agreed:
             self._pending = number
+
+
+def agree(
+    clock: Clock,
+    interruption: Interruption,
+    model: Model,
+    gather: Callable[[Sequence[float]], np.ndarray],
+) -> None:
+    """Let processes agree on clock, signals and whether to stop.
+
+    Otherwise one could stop while others wait for it.
+
+    Args:
+        clock: is that of the first process afterwards.
+        interruption: has the signals of all.
+        model: its `stop_training` is true if it is in one.
+        gather: takes the numbers of this process, and returns those of all,
+            `[processes, numbers]`.
+    """
+    own = [
+        clock.own_seconds,
+        bool(model.stop_training),
+        interruption.arrived or 0,
+    ]
+    seconds, stops, signals = gather(own).T
+    clock.agree(float(seconds[0]))
+    model.stop_training = bool(stops.any())
+    interruption.agree(int(signals.max()))

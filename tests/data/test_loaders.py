@@ -316,3 +316,86 @@ def test_large_batches_begin_where_devices_want_them_to():
     for batch in source.iterate(0):
         for array in (batch.x, batch.y):
             assert array.ctypes.data % ALIGNMENT == 0
+
+
+class Longer:
+    """Says that it has 3 batches, and yields on."""
+
+    def __init__(self, batches):
+        self.batches = batches
+        self.taken = 0
+
+    def __len__(self):
+        return 3
+
+    def __iter__(self):
+        for batch in self.batches:
+            self.taken += 1
+            yield batch
+
+
+def test_epoch_ends_where_the_length_of_a_loader_says(arrays):
+    loader = Longer(batches_of(arrays))
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    trainer = Trainer(model, optimizer="adam", loss="mse")
+    trainer.fit(loader, epochs=2, verbose=0)
+    assert trainer.progress.updates == loader.taken == 6
+    assert len(trainer.predict(loader, verbose=0)) == 3 * BATCH_SIZE
+
+
+class Scaled(keras.utils.PyDataset):
+    """Batches of numbers that a callback chooses; notes what it is told."""
+
+    def __init__(self, arrays, **options):
+        super().__init__(**options)
+        self.batches = batches_of(arrays)
+        self.scale = 1.0
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, index):
+        x, y = self.batches[index]
+        return x * self.scale, y
+
+
+class Scales(keras.callbacks.Callback):
+    """Chooses other numbers for every epoch, in a dataset and in an array."""
+
+    def __init__(self, dataset, array):
+        super().__init__()
+        self.dataset, self.array = dataset, array
+        self.original = array.copy()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.dataset.scale = epoch + 2.0
+        self.array[:] = self.original * (epoch + 2.0)
+
+
+@pytest.mark.parametrize("kind", ["arrays", "dataset"])
+def test_data_that_a_callback_changes_as_an_epoch_begins_are_read_then(
+    arrays, kind
+):
+    def fit(train):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        x = arrays[0].copy()
+        dataset = Scaled(arrays)
+        data = (x, arrays[1]) if kind == "arrays" else (dataset,)
+        size = {"batch_size": BATCH_SIZE} if kind == "arrays" else {}
+        train(model)(
+            *data,
+            **size,
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+            callbacks=[Scales(dataset, x)],
+        )
+        return model.get_weights()
+
+    ours = fit(lambda model: Trainer(model).fit)
+    of_keras = fit(lambda model: model.fit)
+    for one, other in zip(ours, of_keras, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)

@@ -1,0 +1,92 @@
+"""Averages of weights (`use_ema`), which Keras begins as zeros."""
+
+import numpy as np
+import pytest
+
+from accumtrainer import Every, Trainer
+from accumtrainer.callbacks import GradientAccumulation, Unfreeze
+from accumtrainer.keras_api import keras
+
+pytestmark = pytest.mark.usefixtures("without_xla")
+
+X = np.ones([8, 2], "float32")
+Y = np.full([8, 1], 5.0, "float32")
+BAD = np.full([8, 1], np.nan, "float32")
+
+
+def make_model(*, frozen=False):
+    model = keras.Sequential(
+        [
+            keras.Input([2]),
+            keras.layers.Dense(2, kernel_initializer="ones", name="base"),
+            keras.layers.Dense(1, kernel_initializer="ones"),
+        ]
+    )
+    model.get_layer("base").trainable = not frozen
+    return model
+
+
+def weights_of(model):
+    return [np.asarray(value) for value in model.get_weights()]
+
+
+def fit_by_trainer(model, y):
+    trainer = Trainer(model, loss="mse", accumulation=2)
+    trainer.fit(X, y, batch_size=2, verbose=0)
+
+
+def fit_by_keras(model, y):
+    accumulation = GradientAccumulation(steps=2)
+    model.fit(X, y, batch_size=2, verbose=0, callbacks=[accumulation])
+
+
+def one():
+    return keras.optimizers.SGD(1e-3, use_ema=True)
+
+
+def two():
+    by_layer = keras.optimizers.OptimizerMap(one(), {"base/.*": one()})
+    return keras.optimizers.MultiOptimizer(by_layer)
+
+
+@pytest.mark.parametrize("fit", [fit_by_trainer, fit_by_keras])
+@pytest.mark.parametrize("optimizer", [one, two])
+def test_weights_stay_where_every_update_is_skipped(fit, optimizer):
+    model = make_model()
+    model.compile(optimizer(), "mse")
+    before = weights_of(model)
+    fit(model, BAD)
+    for now, old in zip(weights_of(model), before, strict=True):
+        np.testing.assert_array_equal(now, old)
+
+
+def test_weights_that_were_loaded_since_stay_too():
+    model = make_model()
+    model.compile(one(), "mse")
+    model.optimizer.build(model.trainable_variables)
+    loaded = [weight + 1 for weight in weights_of(model)]
+    model.set_weights(loaded)
+    fit_by_trainer(model, BAD)
+    for now, old in zip(weights_of(model), loaded, strict=True):
+        np.testing.assert_array_equal(now, old)
+
+
+@pytest.mark.parametrize("fit", [fit_by_trainer, fit_by_keras])
+def test_average_of_good_updates_is_that_of_keras(fit):
+    models = [make_model(), make_model()]
+    for model in models:
+        model.compile(one(), "mse")
+    fit(models[0], Y)
+    models[1].fit(X, Y, batch_size=4, verbose=0)
+    for ours, keras_own in zip(*map(weights_of, models), strict=True):
+        np.testing.assert_allclose(ours, keras_own, rtol=1e-5)
+
+
+def test_average_of_a_layer_begins_with_its_weights_as_it_is_unfrozen():
+    model = make_model(frozen=True)
+    trainer = Trainer(model, optimizer=one(), loss="mse", accumulation=2)
+    unfreeze = Unfreeze(at=Every(1, "epochs"), layers=["base"])
+    trainer.fit(X, Y, batch_size=2, epochs=2, verbose=0, callbacks=[unfreeze])
+    kernel = np.asarray(model.get_layer("base").get_weights()[0])
+    assert np.all(kernel != 1)
+    np.testing.assert_allclose(kernel, np.ones([2, 2]), atol=0.02)
