@@ -10,12 +10,13 @@ from accumtrainer.config import Accumulation, Every, LossScale
 from accumtrainer.data.batches import Batch
 from accumtrainer.data.sources import OnePiece
 from accumtrainer.keras_api import keras
+from accumtrainer.keras_api.types import Model
 from accumtrainer.observers.logger import Logger
 from accumtrainer.saving.checkpoint import find_checkpoint, write_checkpoint
 from accumtrainer.saving.resume import check_same, find_saved, take_snapshot
 from accumtrainer.saving.snapshot import Snapshot
 from accumtrainer.steps import should_run_eagerly
-from accumtrainer.training.announcing import updates_in_epoch
+from accumtrainer.training.announcing import announcer, updates_in_epoch
 from accumtrainer.training.answers import Answers, as_keras_returns
 from accumtrainer.training.construction import (
     check_devices,
@@ -32,6 +33,7 @@ from accumtrainer.training.other_trainers import (
     check_subclass,
     refuse_arguments,
 )
+from accumtrainer.training.settled import Settled
 from accumtrainer.training.signals import Interruption
 from accumtrainer.window.hooks import HookContext
 from accumtrainer.window.state import TrainingState
@@ -77,6 +79,10 @@ class Trainer(Answers):
         >>> trainer.progress.updates
         4
     """
+
+    model = Settled[Model]()
+    accumulation = Settled[Accumulation]()
+    loss_scale = Settled[LossScale | None]()
 
     def __init__(
         self,
@@ -338,7 +344,7 @@ class Trainer(Answers):
             callbacks,
             verbose,
             add_history=True,
-            epochs=options.epochs or (1 if options.is_bounded else None),
+            epochs=options.last_epoch,
             steps=updates_in_epoch(
                 source, self.accumulation, options.initial_epoch
             ),
@@ -346,6 +352,7 @@ class Trainer(Answers):
             samples=source.samples_per_epoch,
             fast_dev_run=bool(options.fast_dev_run),
         )
+        outer = self._loop, self._loggers
         self._loop = FitLoop(
             self,
             engine,
@@ -354,7 +361,7 @@ class Trainer(Answers):
             validation=validation,
             dispatcher=dispatcher,
             saved=saved,
-            announce=_say if verbose and self.is_chief else _say_nothing,
+            announce=announcer(is_heard=bool(verbose) and self.is_chief),
         )
         self._loggers = tuple(
             c for c in dispatcher.callbacks if isinstance(c, Logger)
@@ -362,7 +369,7 @@ class Trainer(Answers):
         try:
             yield self._loop
         finally:
-            self._loop = self._loggers = None
+            self._loop, self._loggers = outer
 
     # Saving and restoring.
 
@@ -447,7 +454,7 @@ class Trainer(Answers):
         """Make one update from one batch.
 
         With `Accumulation(micro_batch_size=m)` the batch is sliced into
-        micro-batches of m, with `Accumulation(steps=k)` into k.
+        micro-batches of m, with `Accumulation(steps=k)` into k at most.
 
         Args:
             x: arrays or nests of them.
@@ -491,11 +498,3 @@ class Trainer(Answers):
         return as_keras_returns(
             report.running(), engine.trained_names, return_dict
         )
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)  # into a file, too, as training begins
-
-
-def _say_nothing(line: str) -> None:
-    del line

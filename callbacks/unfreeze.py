@@ -55,8 +55,11 @@ class Unfreeze(Callback):
         self.layers = list(layers)
         self.trainable = trainable
         self._is_done = False
+        self._trained_by: Any = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if self._trained_by is not self.trainer:  # it may serve several
+            self._trained_by, self._is_done = self.trainer, False
         self._find()
 
     def on_epoch_begin(

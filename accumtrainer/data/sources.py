@@ -196,7 +196,7 @@ def recognize_sets(
 def _recognize_set(
     data: Any, preprocessing: Preprocessing | None
 ) -> Arrays | Loader:
-    if isinstance(data, list) and not any(isinstance(v, tuple) for v in data):
+    if isinstance(data, list) and not all(isinstance(v, tuple) for v in data):
         data = tuple(data)  # [x, y], as in Keras; else a list of batches
     parts = data if isinstance(data, tuple) else (data,)
     if not 1 <= len(parts) <= 3:

@@ -150,3 +150,9 @@ NO_ARTIFACT = (
     "The checkpoint {place!r} could not be had from W&B: {reason}. Check "
     "entity, project, name and alias, and that `wandb login` was run here."
 )
+
+SETTLED = (
+    "{name} must be given when a {kind} is made, and stays. Received: "
+    "{name} = {value!r} for one that is there. Make another one with the same "
+    "model and optimizer."
+)

@@ -53,9 +53,10 @@ class Callback(keras.callbacks.Callback):
 
     Attributes:
         model: the `keras.Model` in training.
-        params: dict with the run's `epochs` and `steps`, and in a `fit` of a
-            Trainer the `batch_size` and `samples` of an epoch, `None` where
-            unknown.
+        params: dict with the run's `epochs`, infinity if nothing but
+            `max_updates` or `max_seconds` ends it, and `steps`; in a `fit` of
+            a Trainer also the `batch_size` and `samples` of an epoch. `None`
+            where unknown.
         trainer: the `Trainer`, or `None` before one has set it.
         looks_at_model: whether its hooks read or write the model. Say
             `False` in a class whose hooks do not. Then JAX need not make the

@@ -1,5 +1,6 @@
 """A line of progress per epoch: live where it is watched, plain elsewhere."""
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -78,7 +79,7 @@ class ProgressBar(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         epochs = self.params["epochs"]
-        of_epochs = "" if epochs is None else f"/{epochs}"
+        of_epochs = "" if epochs in (None, math.inf) else f"/{epochs}"
         self._open(f"Epoch {epoch + 1}{of_epochs}", "updates")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -1,5 +1,7 @@
 """What is announced of a fit before it begins, in a line."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from accumtrainer.config import Accumulation, updates_per_epoch
@@ -53,3 +55,12 @@ def describe(
         shape += f", shared out among {replicas} replicas"
     epoch = f"; {updates:,} updates per epoch" if updates else ""
     return f"{first.samples} samples per update = {shape}{epoch}; {plan}"
+
+
+def announcer(*, is_heard: bool) -> Callable[[str], None]:
+    """Return what prints a line, into a file too, as training begins."""
+    return functools.partial(print, flush=True) if is_heard else _say_nothing
+
+
+def _say_nothing(line: str) -> None:
+    del line

@@ -253,9 +253,7 @@ class Engine:
         elif self._has_been_changed():
             self._turn_to_model()
         if self._program is None:
-            self.prepare(
-                self._like, measures_gradients=self._measures_gradients
-            )
+            self.prepare(self._like)
 
     def _has_been_changed(self) -> bool:
         """Whether callbacks have changed what windows are made of."""
@@ -274,7 +272,7 @@ class Engine:
         window: Window,
         like: Snapshot | None = None,
         *,
-        measures_gradients: bool = False,
+        measures_gradients: bool | None = None,
         warns: bool = True,
     ) -> None:
         """Build what is missing before the first window runs.
@@ -283,12 +281,13 @@ class Engine:
             window: one like those to come.
             like: of a run whose plan is kept.
             measures_gradients: whether somebody wants to know the norms of
-                the micro-batches' gradients.
+                the micro-batches' gradients; default: as before.
             warns: whether to warn of denominators that are wrong.
         """
         micro_batch = window.split()[0]
         self._like = window
-        self._measures_gradients = measures_gradients
+        if measures_gradients is not None:
+            self._measures_gradients = measures_gradients
         is_first = self._program is None
         with self.replicas.scope():
             jit_compile = compile_option(
@@ -311,7 +310,7 @@ class Engine:
                 self._begin(program, like, jit_compile)
                 self._followed.settle()  # with what has been built by now
         self.lasting.note(micro_batch)
-        program.passes.measures_gradients = measures_gradients
+        program.passes.measures_gradients = self._measures_gradients
         if isinstance(self._sizing, AutoSize) and self._sizing.is_undecided:
             self._sizing.choose(window, self._step)
         if self._accumulates(window):
@@ -419,7 +418,7 @@ class Engine:
         """Make one update."""
         self.compiled.check_optimizer()
         if window.kind != self._like.kind:
-            self.prepare(window, measures_gradients=self._measures_gradients)
+            self.prepare(window)
         adds_up = self._accumulation.per_example or self.replicas.count > 1
         if adds_up or window.micro_batches > 1:
             self._check_losses(window)

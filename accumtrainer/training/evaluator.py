@@ -1,6 +1,7 @@
 """Evaluates and predicts over whole sources, and tells callbacks of it."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -158,13 +159,15 @@ class Evaluator:
             for index, item in enumerate(items):
                 dispatcher.call("on_predict_batch_begin", index, {})
                 self._follow_model(is_first=index == 0)
-                window = self._slice(source, item)
+                window, pieces = self._slice(source, item), []
                 for batch in window.split():
                     if not outputs:
                         self._check_text(Batch(batch.x))
                     predicted = self._step.predict(Batch(batch.x))
                     outputs.add(predicted, window.size_bytes)
-                dispatcher.call("on_predict_batch_end", index, {})
+                    pieces.append(predicted)
+                logs = Logs(functools.partial(self._outputs, pieces))
+                dispatcher.call("on_predict_batch_end", index, logs)
                 if rest is not None:
                     rest()
                 if self._backend.replicas.any(model.stop_predicting):
@@ -226,6 +229,11 @@ class Evaluator:
                         before=one.shape, now=other.shape
                     )
                 )
+
+    def _outputs(self, pieces: list[Nest]) -> dict[str, Nest]:
+        """Read the predictions of a loader batch, for callbacks."""
+        read = tree.map_structure(np.asarray, pieces)
+        return {"outputs": tree.map_structure(self._join, *read)}
 
     def _join(self, *parts: Any) -> Any:
         """Join the predictions of several batches, arrays or ragged."""

@@ -46,6 +46,14 @@ class FitData:
                 self.overfit_batches,
                 "Leave it out for the default.",
             )
+        if self.overfit_batches and self.steps_per_epoch is not None:
+            raise ValueError(
+                "steps_per_epoch must be left out with overfit_batches, whose "
+                "epochs are that many batches. Received: "
+                f"steps_per_epoch={self.steps_per_epoch!r}, "
+                f"overfit_batches={self.overfit_batches!r}. Leave one of them "
+                "out."
+            )
 
     def open(
         self,

@@ -115,7 +115,7 @@ def search_rate(
                 search,
                 model=trainer.model,
                 trainer=trainer,
-                params={"verbose": 0, "epochs": None, "steps": None},
+                params={"verbose": 0, "epochs": math.inf, "steps": None},
                 make_current=aside.write_back,
             ),
             saved=None,

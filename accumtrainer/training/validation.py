@@ -91,6 +91,8 @@ def metrics_kept(
     """
     write_back()
     backup = Backup(metric_variables(model))
-    yield
-    write_back()
-    backup.put_back()
+    try:
+        yield
+    finally:
+        write_back()
+        backup.put_back()

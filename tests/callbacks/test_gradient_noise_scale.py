@@ -419,3 +419,50 @@ def test_averages_go_on_after_a_resume(tmp_path):
 def test_wrong_options_are_refused(options, error):
     with pytest.raises(error, match=f"{next(iter(options))} must be"):
         GradientNoiseScale(**options)
+
+
+class TrainsAside(keras.callbacks.Callback):
+    """Makes an update of its own amid a fit."""
+
+    trainer = None
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 0:
+            self.trainer.train_on_batch(X[:12], Y[:12])
+
+
+def test_update_that_a_callback_makes_amid_a_fit_is_no_hindrance():
+    trainer, aside = make_trainer(), TrainsAside()
+    aside.trainer = trainer
+    history = fit(trainer, aside, GradientNoiseScale())
+    assert np.isfinite(history["gradient_noise_scale"]).all()
+    assert trainer.progress.updates == 5
+
+
+class FitsAside(keras.callbacks.Callback):
+    """Fits the same Trainer amid a fit of it."""
+
+    trainer = None
+    has_begun = False
+
+    def on_train_batch_end(self, batch, logs=None):
+        if not self.has_begun:
+            self.has_begun = True
+            fit(self.trainer, x=X[:12], y=Y[:12])
+
+
+class NotesPlaces(Callback):
+    def __init__(self):
+        super().__init__()
+        self.places = []
+
+    def on_safe_point(self, reason, logs=None):
+        self.places.append(self.trainer.snapshot().position)
+
+
+def test_fit_within_a_fit_leaves_it_its_place_in_the_data():
+    trainer, aside, notes = make_trainer(), FitsAside(), NotesPlaces()
+    aside.trainer = trainer
+    fit(trainer, aside, notes)
+    assert len(notes.places) > 4
+    assert None not in notes.places

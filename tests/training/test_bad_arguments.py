@@ -456,3 +456,23 @@ def test_sizes_of_a_memory_plan_that_are_none_are_refused(sizes, error):
     trainer = Trainer(make_model(), optimizer="sgd", loss="mse")
     with pytest.raises(error, match=r"sizes.*memory_plan\(\(x, y\)\)"):
         trainer.memory_plan(X, sizes)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("accumulation", 4),
+        ("accumulation", Accumulation(micro_batch_size=1)),
+        ("loss_scale", LossScale()),
+        ("model", None),
+    ],
+)
+def test_what_windows_are_made_of_cannot_be_set_later(name, value):
+    trainer = Trainer(make_model(), optimizer="sgd", loss="mse")
+    before = getattr(trainer, name)
+    with pytest.raises(AttributeError) as caught:
+        setattr(trainer, name, value)
+    message = str(caught.value)
+    assert f"{name} must be given when a Trainer is made" in message
+    assert f"Received: {name} = {value!r}" in message
+    assert getattr(trainer, name) is before

@@ -27,6 +27,13 @@ pytestmark = [
 
 FIT = [
     row(
+        "steps-of-an-epoch-of-the-first-batches",
+        lambda: {"overfit_batches": 2, "steps_per_epoch": 1},
+        ValueError,
+        "steps_per_epoch must be left out with overfit_batches",
+        "steps_per_epoch=1, overfit_batches=2",
+    ),
+    row(
         "lengths-that-differ",
         lambda: {"y": Y[:5]},
         ValueError,

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from accumtrainer import Trainer
+from accumtrainer import Accumulation, Trainer
 from accumtrainer.keras_api import keras
 from accumtrainer.training.predictions import LIMIT_BYTES, MOST, Predictions
 
@@ -92,3 +92,31 @@ def test_predictions_that_are_state_are_those_of_their_batch():
     trainer = Trainer(model, optimizer="sgd", loss="mse", seed=0)
     found = trainer.predict(np.zeros([5, 2]), batch_size=1, verbose=0)
     assert found[:, 0].tolist() == [1, 2, 3, 4, 5]
+
+
+class Notes(keras.callbacks.Callback):
+    """Keeps what it is told of the predictions of batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.outputs = []
+
+    def on_predict_batch_end(self, batch, logs=None):
+        self.outputs.append(logs["outputs"])
+
+
+def test_callbacks_get_the_predictions_of_each_batch():
+    inputs = keras.Input([2])
+    outputs = {
+        "sum": keras.layers.Dense(1, kernel_initializer="ones")(inputs),
+        "same": keras.layers.Identity()(inputs),
+    }
+    model = keras.Model(inputs, outputs)
+    accumulation = Accumulation(micro_batch_size=2)
+    trainer = Trainer(model, optimizer="sgd", accumulation=accumulation)
+    x, notes = np.arange(14, dtype="float32").reshape(7, 2), Notes()
+    predicted = trainer.predict(x, batch_size=4, verbose=0, callbacks=[notes])
+    assert [len(told["sum"]) for told in notes.outputs] == [4, 3]
+    for name, values in predicted.items():
+        told = np.concatenate([outputs[name] for outputs in notes.outputs])
+        np.testing.assert_array_equal(told, values)

@@ -1,5 +1,6 @@
 """Claims about how long `fit` trains: limits, clocks, trials."""
 
+import math
 import types
 
 import numpy as np
@@ -321,3 +322,34 @@ def test_fast_dev_run_validates_on_data_that_never_end():
 
 
 # What an update is made of.
+
+
+class NotesEpochs(keras.callbacks.Callback):
+    """Keeps how many epochs it is told of."""
+
+    def on_train_begin(self, logs=None):
+        self.epochs = self.params["epochs"]
+
+
+@pytest.mark.parametrize(
+    "options, epochs",
+    [
+        ({"epochs": 2}, 2),
+        ({}, 1),
+        ({"initial_epoch": 3}, 4),
+        ({"max_updates": 2}, math.inf),
+    ],
+)
+def test_callbacks_are_told_of_the_epochs(options, epochs):
+    trainer, _ = make_trainer()
+    notes = NotesEpochs()
+    fit(trainer, callbacks=[notes], **options)
+    assert notes.epochs == epochs
+
+
+def test_callback_of_keras_reckons_with_epochs_that_have_no_end():
+    optimizer = keras.optimizers.SGD(0.01, use_ema=True)
+    trainer, _ = make_trainer(optimizer=optimizer)
+    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    fit(trainer, max_updates=3, callbacks=[swap])
+    assert trainer.progress.updates == 3

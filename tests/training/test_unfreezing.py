@@ -355,3 +355,20 @@ def test_gradients_are_kept_beside_layers_that_are_unfrozen_or_frozen(
     assert np.any(kept["head/kernel"])
     assert ("base/kernel" in kept) == (not trainable)
     assert not np.any(kept.get("base/kernel", 0.0))
+
+
+def test_callback_unfreezes_in_the_model_of_another_trainer_too():
+    unfreeze = Unfreeze(at=Every(1, "epochs"), layers=["base"])
+    for _ in range(2):
+        trainer = make_trainer()
+        fit(trainer, epochs=2, callbacks=[unfreeze])
+        assert trainer.model.get_layer("base").trainable
+
+
+def test_callback_leaves_alone_what_is_frozen_again_after_it():
+    unfreeze = Unfreeze(at=Every(1, "epochs"), layers=["base"])
+    trainer = make_trainer()
+    fit(trainer, epochs=2, callbacks=[unfreeze])
+    trainer.model.get_layer("base").trainable = False
+    fit(trainer, callbacks=[unfreeze])
+    assert not trainer.model.get_layer("base").trainable

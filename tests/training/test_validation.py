@@ -15,7 +15,7 @@ from linear import (
     weights_of,
 )
 
-from accumtrainer import Accumulation, Every
+from accumtrainer import Accumulation, Every, Trainer, errors
 from accumtrainer.keras_api import BACKEND, keras
 
 pytestmark = pytest.mark.usefixtures("without_xla")
@@ -418,3 +418,34 @@ def test_predictions_of_other_lengths_are_refused_with_the_remedy():
     trainer = make_sequence_trainer()
     with pytest.raises(ValueError, match="^x must lead .* Pad x to one length"):
         trainer.predict(lengths(), verbose=0)
+
+
+def test_evaluation_that_fails_amid_a_fit_leaves_the_metrics_of_the_epoch():
+    def run(*callbacks):
+        trainer, _ = make_trainer(metrics=["mae"])
+        for callback in callbacks:
+            callback.evaluate = trainer.evaluate
+        return fit(trainer, callbacks=list(callbacks)).history["mae"]
+
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            wrong = iter([(X[:4], Y[:4]), (X[:3], Y[:4])])
+            with pytest.raises(errors.DataError):
+                self.evaluate(wrong, verbose=0)
+
+    assert run(Fails()) == pytest.approx(run(), rel=1e-6)
+
+
+def test_list_of_several_inputs_and_targets_is_what_to_validate_on():
+    inputs = keras.Input([2]), keras.Input([2])
+    outputs = keras.layers.Dense(1)(keras.layers.Add()(inputs))
+    model = keras.Model(inputs, outputs)
+    trainer = Trainer(model, optimizer="sgd", loss="mse")
+    x, y = np.ones([4, 2], "float32"), np.ones([4, 1], "float32")
+    histories = [
+        trainer.fit((x, x), y, verbose=0, validation_data=data).history[
+            "val_loss"
+        ]
+        for data in ([(x, x), y], [(x, x), y, np.ones(4)])
+    ]
+    assert np.all(np.isfinite(histories))

@@ -1,0 +1,35 @@
+"""What a Trainer is made with, and keeps for good."""
+
+from typing import Any, Generic, TypeVar
+
+from accumtrainer import errors
+
+T = TypeVar("T")
+
+
+class Settled(Generic[T]):
+    """An attribute that is set once, as what follows was made of it.
+
+    Examples:
+        >>> class Loader:
+        ...     size = Settled[int]()
+        >>> loader = Loader()
+        >>> loader.size = 4
+        >>> loader.size
+        4
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type) -> T:
+        return vars(instance)[self._name]
+
+    def __set__(self, instance: object, value: T) -> None:
+        if self._name in vars(instance):
+            raise AttributeError(
+                errors.SETTLED.format(
+                    name=self._name, kind=type(instance).__name__, value=value
+                )
+            )
+        vars(instance)[self._name] = value
