@@ -13,6 +13,7 @@ if os.environ["KERAS_BACKEND"] != "torch":
 import torch
 from recorded import agrees, make, names_of
 
+from accumtrainer import Trainer
 from accumtrainer.steps.torch import graphs
 from accumtrainer.steps.torch.marks import record_branch
 
@@ -279,3 +280,74 @@ def test_normalization_scales_before_it_repeats():
     left = names_of(function, make(6, 3))
     assert left.index("expand") > left.index("div")
     agrees(function, make(6, 3))
+
+
+class Returning(layers.Layer):
+    """Returns what a function makes of a weight and of its inputs."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(2, 3), initializer="ones")
+
+    def call(self, inputs):
+        return self.function(self.kernel.value, inputs)
+
+
+def returned_by(function):
+    """Make a Trainer of a layer, and the layer."""
+    layer = Returning(function)
+    inputs = keras.Input([3])
+    model = keras.Model(inputs, layer(inputs))
+    return Trainer(model, optimizer="sgd", loss=None), layer
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda w: w**1,
+        lambda w: w.t() ** 1,
+        lambda w: w.view(6).clone(memory_format=torch.contiguous_format),
+    ],
+    ids=["power", "turned", "copy"],
+)
+def test_results_stay_when_weights_that_they_equal_are_assigned(copy):
+    trainer, layer = returned_by(lambda kernel, inputs: copy(kernel))
+    result = trainer.predict(np.ones([2, 3]), verbose=0)
+    layer.kernel.assign(5 * np.ones([2, 3]))
+    np.testing.assert_array_equal(result, np.ones_like(result))
+
+
+@pytest.mark.parametrize(
+    "make_two",
+    [
+        lambda x: [x.exp(), x.exp()],
+        lambda x: [x.exp(), x.exp() ** 1],
+        lambda x: [x.exp().view(3, 2), x.exp().t()],
+        lambda x: [x.t().reshape(6), x.t().reshape(6)],
+        lambda x: [x[None] @ x.t()[None], x[None] @ x.t()[None]],
+        lambda x: list(aten.mul.Scalar(x[:, :1].expand(2, 3), 2.0).unbind(1)),
+    ],
+    ids=["twice", "power", "views", "reshaped", "products", "repeated"],
+)
+def test_results_are_not_in_the_memory_of_one_another(make_two):
+    x = make(2, 3)
+    with torch.no_grad():
+        graph = graphs.Graph(
+            lambda tensors: make_two(*tensors), [x], compiles=False
+        )
+        one, other, *_ = graph([x])
+        before = other.clone()
+        one.fill_(7.0)
+    np.testing.assert_array_equal(other, before)
+    agrees(lambda tensors: make_two(*tensors), x)
+
+
+def test_what_a_result_is_made_of_as_well_is_computed_once():
+    def function(tensors):
+        return [tensors[0].exp(), tensors[0].exp() + 1]
+
+    assert names_of(function, make(3)).count("exp") == 1
+    agrees(function, make(3))

@@ -17,6 +17,7 @@ from accumtrainer.steps.torch.changes import (
     RESHAPES,
     first_changes,
     is_view,
+    memory_of,
 )
 from accumtrainer.steps.torch.marks import END, IF, LOOP, MARK
 
@@ -82,6 +83,9 @@ class _Rewriter:
 
     def __init__(self, graph: fx.Graph, changed: set[fx.Node]):
         self._graph = graph
+        # Who gets results may change them.
+        self._returned = memory_of(graph.output_node().all_input_nodes)
+        self._is_returned = False
         self._places = {node: i for i, node in enumerate(graph.nodes)}
         self._place = 0
         self._unsafe = set(changed)
@@ -103,6 +107,7 @@ class _Rewriter:
             return
         if node in self._unsafe or not _is_simple(node):
             return
+        self._is_returned = node in self._returned
         with self._graph.inserting_before(node):
             rule = rules.get(node.target)
             simpler = rule(self, node) if rule else node
@@ -136,6 +141,10 @@ class _Rewriter:
     def changes(self, node: fx.Node) -> bool:
         """Whether a value is changed in place, sooner or later."""
         return node in self._ends
+
+    def is_returned(self, node: fx.Node) -> bool:
+        """Whether a value's memory is given away."""
+        return node in self._returned
 
     def can_wait(self, node: fx.Node) -> bool:
         """Whether what a value is made of stays until where it is rewritten."""
@@ -195,13 +204,25 @@ class _Rewriter:
         key = repr((target, args, kwargs))
         for known in self._known:
             if key in known and self._is_kept(known[key]):
-                return known[key]
+                if self._can_be_returned(known[key]):
+                    return known[key]
         if node is None:
             node = self._graph.call_function(target, args, kwargs)
             node.meta["val"] = target(*fx.node.map_arg(args, _value), **kwargs)
             self._foresee_change(node)
+            if self._is_returned:
+                self._returned.add(node)
         self._known[-1][key] = node
         return node
+
+    def _can_be_returned(self, known: fx.Node) -> bool:
+        """Whether no two results would be in the same memory by it."""
+        is_copy = known.target is aten.reshape.default and not _is_free(known)
+        if not self._is_returned or (is_view(known) and not is_copy):
+            return True
+        is_first = known not in self._returned
+        self._returned.add(known)
+        return is_first
 
     def _is_kept(self, known: fx.Node) -> bool:
         """Whether a value takes no memory that would not be taken anyway.
@@ -240,11 +261,11 @@ def _copy(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
     """Leave out a copy of what lies as it shall already."""
     source = rewriter.uncopied(node.args[0])
     layout = node.kwargs.get("memory_format")
-    if source.op != "call_function" or layout is None:
+    if source.op != "call_function" or layout in (None, torch.preserve_format):
         return node
-    if layout is not torch.preserve_format:
-        if _value(source).is_contiguous(memory_format=layout):
-            return source
+    is_alike = _value(source).is_contiguous(memory_format=layout)
+    if is_alike and not rewriter.is_returned(node):
+        return source
     if source is not node.args[0]:
         node.args = (source,)
     return node
@@ -289,6 +310,8 @@ def _scale(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
     repeated, number = node.args
     if repeated.target is not aten.expand.default or _is_cast(node):
         return node
+    if rewriter.is_returned(node):
+        return node  # whose elements are not one another
     scaled = rewriter.call(node.target, repeated.args[0], number)
     return rewriter.call(aten.expand.default, scaled, repeated.args[1])
 
@@ -296,8 +319,9 @@ def _scale(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
 def _drop_power_of_one(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
     """Leave out the power of one, which derivatives of squares have."""
     base, exponent = node.args
-    is_left_out = exponent == 1 and not rewriter.changes(base)
-    return base if is_left_out and not _is_cast(node) else node
+    if rewriter.changes(base) or rewriter.is_returned(node):
+        return node
+    return base if exponent == 1 and not _is_cast(node) else node
 
 
 def _is_cast(node: fx.Node) -> bool:
