@@ -7,8 +7,13 @@ import pytest
 if os.environ["KERAS_BACKEND"] != "torch":
     pytest.skip("It records with PyTorch.", allow_module_level=True)
 
+import keras
+import numpy as np
 import torch
 from recorded import agrees, make, names_of
+
+from accumtrainer import Trainer
+from accumtrainer.steps.torch import graphs
 
 
 def check(function, *tensors, without, still=()):
@@ -284,3 +289,64 @@ def test_result_has_memory_of_its_own():
         return [torch.where(torch.tensor(True), x, -x), x[0] * torch.ones(())]
 
     check(choose, make(3), without=[], still=["where", "mul"])
+
+
+class Constant(keras.layers.Layer):
+    """Returns what a function makes of the shape of its inputs alone."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def call(self, inputs):
+        return self.function(inputs)
+
+
+@pytest.mark.parametrize(
+    "make_constant",
+    [
+        torch.ones_like,
+        lambda x: torch.ones_like(x) * 2,
+        lambda x: torch.tensor([[1.0, 2.0, 3.0]]).expand(len(x), 3),
+        lambda x: torch.ones(len(x), LARGE)[:, :1],
+        lambda x: torch.ones(len(x), 1).expand(-1, LARGE),
+    ],
+    ids=["like", "computed", "numbers", "part", "repeated"],
+)
+def test_constants_that_are_returned_are_made_anew(make_constant):
+    inputs = keras.Input([3])
+    model = keras.Model(inputs, Constant(make_constant)(inputs))
+    trainer = Trainer(model, optimizer="sgd", loss=None)
+    x = np.ones([2, 3], "float32")
+    first = trainer.predict(x, verbose=0)
+    expected = first.copy()
+    first[...] = 7.0
+    np.testing.assert_array_equal(trainer.predict(x, verbose=0), expected)
+
+
+def test_numbers_stand_before_tensors_too():
+    def function(tensors):
+        zeros = torch.zeros_like(tensors[0])
+        return [
+            torch.add(2.0, zeros) * tensors[0],
+            torch.add(0.0, tensors[0].exp()),
+            torch.mul(2.0, tensors[0].exp()),
+            torch.div(1.0, tensors[0].exp()),
+        ]
+
+    agrees(function, make(3))
+
+
+@pytest.mark.parametrize("multiply", [torch.mul, torch.matmul])
+def test_constants_are_as_precise_as_where_they_were_recorded(multiply):
+    def function(tensors):
+        with torch.autocast("cpu", enabled=False):
+            constant = torch.full((2, 2), 1.001)
+            return [multiply(constant @ constant, tensors[0])]
+
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            own = function([torch.ones(2, 2)])
+            graph = graphs.Graph(function, [make(2, 2)], compiles=False)
+        ours = graph([torch.ones(2, 2)])
+    np.testing.assert_array_equal(ours[0], own[0])

@@ -351,3 +351,11 @@ def test_what_a_result_is_made_of_as_well_is_computed_once():
 
     assert names_of(function, make(3)).count("exp") == 1
     agrees(function, make(3))
+
+
+def test_a_number_may_stand_before_what_it_is_added_to():
+    def function(tensors):
+        product = tensors[0] @ tensors[0]
+        return [torch.add(2.0, tensors[0].exp()), torch.add(1.0, product)]
+
+    agrees(function, make(3, 3))

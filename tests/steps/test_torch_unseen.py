@@ -435,3 +435,47 @@ def test_parameters_may_be_frozen_between_epochs():
     assert np.abs(freezing.frozen - before).max() > 1e-4
     trainer.fit(X, Y, batch_size=3, verbose=0)
     np.testing.assert_array_equal(model.get_weights()[0], freezing.frozen)
+
+
+class Reading(layers.Layer):
+    """Multiplies by a number in a tensor of its own."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.read = read
+        self.scale = torch.full((4,), 2.0)
+
+    def call(self, inputs):
+        return inputs * self.read(self.scale)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda scale: scale.tolist()[0],
+        lambda scale: scale[0].tolist(),
+        lambda scale: scale.data.tolist()[0],
+        lambda scale: scale.view(2, 2).tolist()[0][0],
+        lambda scale: scale[0].item(),
+        lambda scale: float(scale[0]),
+        lambda scale: int(scale[0]),
+        lambda scale: 2.0 if scale[0] > 1 else 0.0,
+        lambda scale: float(scale.numpy()[0]),
+        lambda scale: float(np.asarray(scale)[0]),
+        lambda scale: float(np.from_dlpack(scale)[0]),
+        lambda scale: scale.untyped_storage().tolist()[-1] / 32,
+        lambda scale: scale.storage()[0],
+        lambda scale: float(f"{scale[0]:.3f}"),
+        lambda scale: float(str(scale.max())[7:9]),
+        lambda scale: float(torch.equal(scale, torch.full((4,), 2.0))) * 2,
+    ],
+)
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_numbers_that_a_layer_reads_in_its_own_tensor_are_read_again(read):
+    layer = Reading(read)
+    trainer = Trainer(make_model(layer), optimizer="sgd", loss="mse")
+    before = trainer.predict(X, verbose=0)
+    layer.scale.mul_(0.0)
+    after = trainer.predict(X, verbose=0)
+    assert np.abs(before).max() > 0.1
+    np.testing.assert_array_equal(after, np.zeros_like(after))

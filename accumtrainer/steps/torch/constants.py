@@ -104,7 +104,9 @@ def same_as(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     return found if found is not None and _is_alike(found, node) else None
 
 
-def _is_alike(one: fx.Node, other: fx.Node) -> bool:
+def _is_alike(one: Any, other: fx.Node) -> bool:
+    if not isinstance(one, fx.Node):
+        return False
     first, second = one.meta.get("val"), other.meta.get("val")
     if not isinstance(first, torch.Tensor):
         return False
@@ -127,7 +129,7 @@ def _plus_zero(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     A negative zero stays one, which is the same number.
     """
     first, second = node.args
-    if node.kwargs or not isinstance(second, fx.Node):
+    if node.kwargs or not all(isinstance(n, fx.Node) for n in node.args):
         return None
     if is_zero(module, second):
         first, second = second, first

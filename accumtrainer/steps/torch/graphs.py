@@ -34,6 +34,7 @@ from accumtrainer.steps.torch.schemas import (
 )
 from accumtrainer.steps.torch.shapes import simplify
 from accumtrainer.steps.torch.source import Row, compiled, emitted
+from accumtrainer.steps.torch.tensors import without_autocast
 from accumtrainer.steps.torch.unseen import NoneFromOutside, OnlyWhatIsSeen
 
 aten = torch.ops.aten
@@ -64,7 +65,8 @@ class Graph:
         for node in module.graph.nodes:
             if not can_run_again(node.target) or _has_open_size(node):
                 raise ValueError(f"{node.target} is not recorded")
-        _tidy(module)
+        with without_autocast():  # what is cast was recorded
+            _tidy(module)
         *nodes, output = module.graph.nodes
         places = [n for n in nodes if n.op == "placeholder"]
         body = [n for n in nodes if n.op not in ("placeholder", "get_attr")]
@@ -311,7 +313,7 @@ def _tidy(module: fx.GraphModule) -> None:
             if same is not None and not changed & memory_of(read):
                 node.replace_all_uses_with(same)
                 graph.erase_node(node)
-            else:
+            elif node not in needed:  # who gets a result may change it
                 make_constant(module, node)
     graph.eliminate_dead_code()
     simplify(module, changed)

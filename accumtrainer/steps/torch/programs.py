@@ -1,6 +1,5 @@
 """Functions that change variables, recorded by PyTorch and run again."""
 
-import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,7 +17,11 @@ from accumtrainer.steps.torch.gradients import how_differentiated
 from accumtrainer.steps.torch.graphs import Graph
 from accumtrainer.steps.torch.scopes import Memory, Pending
 from accumtrainer.steps.torch.source import describe
-from accumtrainer.steps.torch.tensors import default_device, to_tensor
+from accumtrainer.steps.torch.tensors import (
+    autocast_dtype,
+    to_tensor,
+    without_autocast,
+)
 
 MOST_SHAPES = 8
 """For how many sets of shapes a function is recorded."""
@@ -135,7 +138,7 @@ class Program:
         if self._variables is not variables:
             self._variables, self._recorded = variables, {}
         shapes = ((leaf.shape, leaf.dtype) for leaf in leaves)
-        key = (treedef, _autocast_dtype(), *shapes)
+        key = (treedef, autocast_dtype(), *shapes)
         if key not in self._recorded:
             self._recorded[key] = None
             if len(self._recorded) <= MOST_SHAPES:
@@ -190,7 +193,7 @@ class Recording:
         further = Memory(self.further).tensors if self.further else ()
         tensors = [*memory.tensors, *further, *leaves]
         # What is cast was recorded too.
-        with torch.no_grad(), _without_autocast():
+        with torch.no_grad(), without_autocast():
             results = self.graph(tensors)
         return optree.tree_unflatten(self.structure, results)
 
@@ -232,19 +235,6 @@ class _Recorder:
         scope.write()
         self.missing = list(memory.missing.values())
         return results
-
-
-def _autocast_dtype() -> torch.dtype | None:
-    """Return what `torch.autocast` casts to around this, if anything."""
-    kind = default_device().type
-    is_on = torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if is_on else None
-
-
-def _without_autocast() -> AbstractContextManager:
-    if _autocast_dtype() is None:
-        return contextlib.nullcontext()
-    return torch.autocast(default_device().type, enabled=False)
 
 
 def _flatten(arguments: tuple[Nest, ...]) -> tuple[list[Tensor], Any]:

@@ -283,7 +283,10 @@ def _pool(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
 def _add(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
     """Add a bias to a product of matrices while it is made."""
     product, bias = node.args
-    if node.kwargs or not isinstance(bias, fx.Node) or "val" not in bias.meta:
+    is_plain = all(
+        isinstance(n, fx.Node) and "val" in n.meta for n in node.args
+    )
+    if node.kwargs or not is_plain:
         return node
     shape, is_read_once = _shape(bias), len(product.users) == 1
     dtypes = {_value(each).dtype for each in (product, bias, node)}

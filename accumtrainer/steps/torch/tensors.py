@@ -1,6 +1,8 @@
-"""Arrays of the host, as tensors of PyTorch."""
+"""Arrays of the host, as tensors of PyTorch, and how these are computed."""
 
+import contextlib
 import functools
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -30,3 +32,17 @@ def _can_share(array: np.ndarray) -> bool:
 def default_device() -> torch.device:
     """Return the device on which Keras puts tensors."""
     return ops.zeros(()).device
+
+
+def autocast_dtype() -> torch.dtype | None:
+    """Return what `torch.autocast` casts to around this, if anything."""
+    kind = default_device().type
+    is_on = torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_on else None
+
+
+def without_autocast() -> AbstractContextManager:
+    """Make a scope in which `torch.autocast` casts nothing."""
+    if autocast_dtype() is None:
+        return contextlib.nullcontext()
+    return torch.autocast(default_device().type, enabled=False)

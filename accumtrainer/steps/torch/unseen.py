@@ -39,11 +39,11 @@ class _Watching(overrides.TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         del types
-        self.look(function)
+        self.look(function, args)
         return function(*args, **(kwargs or {}))
 
-    def look(self, function: Any) -> None:
-        """Look at a function that is about to run."""
+    def look(self, function: Any, args: Sequence[Any]) -> None:
+        """Look at a function that is about to run, and at what it is given."""
 
 
 class Telling(_Watching):
@@ -57,22 +57,29 @@ class Telling(_Watching):
         super().__init__()
         self.tells = False
 
-    def look(self, function: Any) -> None:
+    def look(self, function: Any, args: Sequence[Any]) -> None:
         """Note what tells them."""
+        del args
         self.tells |= function in TELLS
 
 
 class OnlyWhatIsSeen(_Watching):
-    """A scope in which tensors keep the memory that they have."""
+    """A scope in which tensors keep the memory that they have.
 
-    def look(self, function: Any) -> None:
-        """Refuse to give one other memory, which would not be recorded.
+    Those with numbers, which were there before, do not tell them.
+    """
+
+    def look(self, function: Any, args: Sequence[Any]) -> None:
+        """Refuse what would not be recorded.
 
         Raises:
-            ValueError: it was to be.
+            ValueError: a tensor was to be given other memory, or to tell the
+                host its numbers as they are now.
         """
         if function == SET_DATA:
             raise ValueError("other memory for a tensor is not recorded")
+        if function in TELLS and not is_fake(args[0]):
+            raise ValueError("the numbers in a constant are not recorded")
 
 
 class NoneFromOutside(_python_dispatch.TorchDispatchMode):
