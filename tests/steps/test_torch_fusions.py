@@ -13,7 +13,7 @@ import torch
 from recorded import agrees, make, names_of
 
 from accumtrainer import Trainer
-from accumtrainer.steps.torch import source
+from accumtrainer.steps.torch import graphs, source
 
 aten = torch.ops.aten
 GRADIENT = "embedding_dense_backward"
@@ -261,3 +261,54 @@ def test_optimizers_of_keras_move_weights_as_before(name):
 
     for recorded, own in zip(train(False), train(True), strict=True):
         np.testing.assert_allclose(recorded, own, rtol=1e-4, atol=1e-6)
+
+
+def test_products_of_what_they_are_added_to_are_computed_before():
+    def swapped(tensors):
+        one, other, *factors = tensors
+        products = torch._foreach_mul([other, one], factors)
+        torch._foreach_add_([one, other], products)
+        return []
+
+    def turned(tensors):
+        one, *factors = tensors[:2]
+        products = torch._foreach_mul([one.t()], factors)
+        torch._foreach_add_([one], products)
+        return []
+
+    def divided(tensors):
+        one, other, *factors = tensors
+        quotients = torch._foreach_div(factors, [other, one])
+        torch._foreach_add_([one, other], quotients)
+        return []
+
+    for function in (swapped, turned, divided):
+        agrees(function, *(make(3, 3) + 2 * i + 5 for i in range(4)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_products_are_rounded_before_they_are_added(dtype):
+    def add(tensors):
+        total, factor = tensors
+        products = torch._foreach_mul([factor], [factor])
+        torch._foreach_add_([total], products, alpha=0.001)
+        return []
+
+    tensors = torch.ones(2).to(dtype), torch.full((2,), 300.0).to(dtype)
+    assert "_foreach_mul" in names_of(add, *tensors)
+    with torch.no_grad():
+        graph = graphs.Graph(add, list(tensors), compiles=False)
+        ours, own = ([t.clone() for t in tensors] for _ in range(2))
+        graph(ours)
+        add(own)
+    assert torch.equal(ours[0], own[0])
+
+
+@pytest.mark.parametrize("number", [0.5, 1.0, 2])
+@pytest.mark.parametrize("name", ["mul", "div"])
+def test_numbers_are_added_to_whole_ones(number, name):
+    def add(tensors):
+        made = getattr(torch, f"_foreach_{name}")(tensors, tensors)
+        return list(torch._foreach_add(made, number))
+
+    agrees(add, torch.tensor([1, 2]), torch.tensor([3]))

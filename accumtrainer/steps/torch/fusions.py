@@ -19,6 +19,7 @@ from accumtrainer.steps.torch.changes import (
     readers_of,
 )
 from accumtrainer.steps.torch.marks import LOOP, MARK
+from accumtrainer.steps.torch.normalization import PRECISE
 
 aten = torch.ops.aten
 
@@ -181,9 +182,13 @@ def _add_products(node: fx.Node) -> None:
     source = _only_source(addends)
     if source is None or source.target not in ADDING:
         return
-    dtypes = {n.meta["val"].dtype for n in (*totals, *source.all_input_nodes)}
-    if len(dtypes) > 1 or not _stays(source, node):
+    factors = source.all_input_nodes
+    dtypes = {n.meta["val"].dtype for n in (*totals, *factors)}
+    # Others are rounded, or too large, before they are added.
+    if len(dtypes) > 1 or not dtypes <= PRECISE or not _stays(source, node):
         return
+    if memory_of(totals) & memory_of(factors):
+        return  # one of them would change while others are computed of it
     node.target = ADDING[source.target]
     node.args = (totals, *source.args)
     node.kwargs = {"value": node.kwargs.get("alpha", 1)}
@@ -195,7 +200,9 @@ def _add_in_place(graph: fx.Graph, node: fx.Node) -> None:
     source = _only_source(values)
     if source is None or source.target not in MAKE_NEW:
         return
-    if not _stays(source, node):
+    made = [value.dtype for value in node.meta["val"]]
+    is_cast = made != [value.meta["val"].dtype for value in values]
+    if is_cast or not _stays(source, node):
         return
     with graph.inserting_before(node):
         graph.call_function(ADD_IN_PLACE, (values, number))
