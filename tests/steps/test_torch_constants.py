@@ -350,3 +350,25 @@ def test_constants_are_as_precise_as_where_they_were_recorded(multiply):
             graph = graphs.Graph(function, [make(2, 2)], compiles=False)
         ours = graph([torch.ones(2, 2)])
     np.testing.assert_array_equal(ours[0], own[0])
+
+
+def test_parts_that_joining_has_cast_are_cast():
+    def product(tensors):
+        bytes_ = torch.tensor([[100, 3]], dtype=torch.int8)
+        rows = torch.cat([bytes_, tensors[0]]).unbind()
+        return [rows[0] * rows[0]]
+
+    def matrix(tensors):
+        rows = torch.cat([torch.tensor([[2, 3]]), tensors[0]]).unbind()
+        return [torch.mv(tensors[0], rows[0])]
+
+    def stacked(tensors):
+        rows = torch.stack([torch.tensor([2, 3]), tensors[0][0]]).unbind()
+        return [torch.mv(tensors[0], rows[0])]
+
+    def again(tensors):
+        whole = torch.cat([tensors[0].exp().double(), tensors[0]])
+        return [torch.stack(whole.unbind()[2:]).sin()]
+
+    for function in (product, matrix, stacked, again):
+        agrees(function, make(2, 2))

@@ -193,7 +193,8 @@ def _part_of(node: fx.Node) -> tuple[fx.Node, int] | None:
     for joined in source.args[0]:
         size = len(joined.meta["val"])
         if place < size:
-            return joined, place
+            is_cast = joined.meta["val"].dtype != source.meta["val"].dtype
+            return None if is_cast else (joined, place)
         place -= size
     return None
 
