@@ -359,3 +359,64 @@ def test_a_number_may_stand_before_what_it_is_added_to():
         return [torch.add(2.0, tensors[0].exp()), torch.add(1.0, product)]
 
     agrees(function, make(3, 3))
+
+
+@pytest.mark.parametrize("axes", [(-1, 0), (-1, -2)])
+def test_axes_are_moved_from_where_they_were_counted_from_behind(axes):
+    def function(tensors):
+        x = tensors[0] * 2
+        turned = x.permute(axes)
+        tripled = turned.permute(0, 1) * 3.0
+        x.add_(1)
+        return [tripled + turned]
+
+    agrees(function, make(3, 3))
+
+
+IMAGES = make(2, 2, 4, 4).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("scale", [False, True], ids=["pooled", "scaled"])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda z: z.view(2, -1),
+        lambda z: z.view(2, 1, -1)[:, 0],
+        lambda z: z.reshape(4, -1),
+        lambda z: z.view(torch.int32),
+    ],
+)
+def test_views_see_what_changes_later_however_memory_lies(read, scale):
+    def function(tensors):
+        if scale:
+            rows = tensors[0][:, :1, :2, :2].relu()
+            y = aten.mul.Scalar(rows.expand(2, 2, 2, 2), 2.0)
+        else:
+            y = torch.max_pool2d(tensors[0].relu().contiguous(), 2)
+        z = y.exp()
+        view = read(z)
+        z.add_(1)
+        return [view * 2]
+
+    agrees(function, IMAGES)
+
+
+def test_what_is_strided_over_lies_as_it_did():
+    def pool(tensors):
+        y = torch.max_pool2d(tensors[0].relu().contiguous(), 2)
+        return [torch.as_strided(y, (2, 4), (8, 1)) + 0]
+
+    def scale(tensors):
+        y = aten.mul.Scalar(tensors[0][:, :1].expand(2, 2, 4, 4), 2.0)
+        return [torch.as_strided(y, (2, 4), (8, 1)) + 0]
+
+    for function in (pool, scale):
+        agrees(function, IMAGES)
+
+
+def test_pool_of_what_is_flattened_and_changed_is_recorded():
+    def function(tensors):
+        y = torch.max_pool2d(tensors[0].relu().contiguous(), 2)
+        return [torch.relu_(y.sub(0.1).flatten(1))]
+
+    agrees(function, IMAGES)

@@ -76,6 +76,31 @@ def first_changes(graph: fx.Graph) -> dict[fx.Node, int]:
     return found
 
 
+def changed_later(graph: fx.Graph) -> set[fx.Node]:
+    """Find the views of what changes after they were made.
+
+    What changes in a loop changes until that ends.
+    """
+    last: dict[fx.Node, int] = {}
+    in_loop: set[fx.Node] = set()
+    around: list[int] = []
+    for place, node in enumerate(graph.nodes):
+        if node.target is MARK and node.args[1] in (IF, LOOP):
+            around.append(node.args[1])
+        elif node.target is MARK and node.args[1] == END:
+            around.pop()
+        in_loop |= memory_of(changed_by([node]))
+        if LOOP not in around:
+            last.update(dict.fromkeys(in_loop, place))
+            in_loop.clear()
+    return {
+        node
+        for place, node in enumerate(graph.nodes)
+        if is_view(node)
+        and any(last.get(n, -1) > place for n in memory_of([node]))
+    }
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether a value may be in the memory of what it is made of."""
     # What is no operation may be anything, an element of a list of views too.

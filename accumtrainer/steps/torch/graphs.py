@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from accumtrainer.keras_api.types import Tensor
 from accumtrainer.steps.torch.changes import (
     changed_by,
+    changed_later,
     is_view,
     memory_of,
 )
@@ -291,6 +292,7 @@ def _tidy(module: fx.GraphModule) -> None:
     # What is changed, and what it may be a view of.
     changed = memory_of(changed_by(graph.nodes))
     needed = changed | memory_of(graph.output_node().all_input_nodes)
+    shown = changed_later(graph)  # a copy would not show it
     made: set[fx.Node] = set()  # in this turn of a loop
     for node in list(graph.nodes):
         if node.target is MARK and node.args[1] == LOOP:
@@ -303,7 +305,7 @@ def _tidy(module: fx.GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif node.op == "call_function" and node not in changed:
-            if node.target is aten.view.default:
+            if node.target is aten.view.default and node not in shown:
                 # Memory may lie otherwise than foretold while recording.
                 node.target = aten.reshape.default
             same = None

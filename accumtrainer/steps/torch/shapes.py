@@ -34,6 +34,17 @@ POOLS = {
 }
 """Which argument of what pools is the image."""
 
+READ_LAYOUTS = {
+    aten.view.default,
+    aten.view.dtype,
+    aten.view_as_complex.default,
+    aten.as_strided.default,
+    aten.as_strided_.default,
+    aten.as_strided_copy.default,
+    aten.as_strided_scatter.default,
+}
+"""Operations that depend on how memory lies. A view that may be copied instead
+is a `reshape` by then."""
 
 SMALL = 4096
 """How many elements a value may have that is kept rather than made again."""
@@ -86,6 +97,7 @@ class _Rewriter:
         # Who gets results may change them.
         self._returned = memory_of(graph.output_node().all_input_nodes)
         self._is_returned = False
+        self._laid_out = _laid_out(graph)
         self._places = {node: i for i, node in enumerate(graph.nodes)}
         self._place = 0
         self._unsafe = set(changed)
@@ -142,6 +154,10 @@ class _Rewriter:
         """Whether a value is changed in place, sooner or later."""
         return node in self._ends
 
+    def lies_freely(self, node: fx.Node) -> bool:
+        """Whether nobody depends on how a value lies in memory."""
+        return node not in self._laid_out
+
     def is_returned(self, node: fx.Node) -> bool:
         """Whether a value's memory is given away."""
         return node in self._returned
@@ -169,7 +185,7 @@ class _Rewriter:
         source = self.reshape(source, [shape[axis] for axis in longer])
         kept = [longer.index(axis) for axis in order if axis in longer]
         if source.target is aten.permute.default:
-            source, before = source.args
+            before, source = _order_of(source), source.args[0]
             kept = [before[axis] for axis in kept]
         if kept != sorted(kept):
             source = self.call(aten.permute.default, source, kept)
@@ -275,7 +291,8 @@ def _pool(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
     """Pool where channels lie together, if they do, which is faster."""
     arguments = fx.node.map_arg(node.args, rewriter.uncopied)
     image = arguments[POOLS[node.target]]
-    if _value(image).is_contiguous(memory_format=torch.channels_last):
+    lies_so = _value(image).is_contiguous(memory_format=torch.channels_last)
+    if lies_so and rewriter.lies_freely(node):
         node.args = arguments
     return node
 
@@ -313,7 +330,7 @@ def _scale(rewriter: _Rewriter, node: fx.Node) -> fx.Node:
     repeated, number = node.args
     if repeated.target is not aten.expand.default or _is_cast(node):
         return node
-    if rewriter.is_returned(node):
+    if rewriter.is_returned(node) or not rewriter.lies_freely(node):
         return node  # whose elements are not one another
     scaled = rewriter.call(node.target, repeated.args[0], number)
     return rewriter.call(aten.expand.default, scaled, repeated.args[1])
@@ -348,6 +365,17 @@ SHAPES: Rules = {
     aten.pow.Tensor_Scalar: _drop_power_of_one,
 }
 SUMS: Rules = {aten.add.Tensor: _add}
+
+
+def _laid_out(graph: fx.Graph) -> set[fx.Node]:
+    """Find what operations are made of that depend on how memory lies."""
+    left = [node for node in graph.nodes if node.target in READ_LAYOUTS]
+    found = set(left)
+    while left:
+        inputs = left.pop().all_input_nodes
+        left += [node for node in inputs if node not in found]
+        found.update(inputs)
+    return found
 
 
 def _is_simple(node: fx.Node) -> bool:
