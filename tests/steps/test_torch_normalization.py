@@ -16,6 +16,8 @@ from recorded import agrees, make, names_of
 from accumtrainer import Trainer
 from accumtrainer.steps.torch import graphs
 
+aten = torch.ops.aten
+
 OWN = {
     "batch_norm_update_stats",
     "native_batch_norm",
@@ -218,3 +220,163 @@ def test_every_layer_of_keras_is_recognized(monkeypatch):
     train(False, make_model)
     assert names.count("aten.native_batch_norm.default") == 4
     assert names.count("aten.native_batch_norm_backward.default") == 4
+
+
+class Steps:
+    """The steps of batch normalization and its derivatives, as recorded."""
+
+    def __init__(self, tensors):
+        self.x, self.c, self.gamma, self.beta = tensors
+
+    def forward(self, **options):
+        x = self.x
+        self.mean = x.mean([0], True)
+        variance = (x**2).mean([0], True) - self.mean**2
+        self.root = variance + 1e-3
+        self.root.rsqrt_()
+        self.y = x - self.mean
+        self.saved = self.y.clone()
+        self.factor = self.root * self.gamma
+        self.y.mul_(self.factor)
+        self.y.add_(self.beta, **options)
+
+    def by_gamma(self, change=lambda steps: None):
+        self.total = (self.saved * self.c).sum([0], True)
+        change(self)
+        return self.total * self.root
+
+    def terms(self):
+        """Return what is added to be the derivatives by x."""
+        scale, divide = aten.mul.Scalar, aten.div.Scalar
+        shape, count = list(self.x.shape), len(self.x)
+        scaled = self.c * self.factor
+        half = scale(self.total * self.gamma, -0.5)
+        by_variance = half * self.root**3
+        by_mean = (-scaled).sum([0], True)
+        by_mean = by_mean + (-by_variance) * scale(self.mean, 2.0)
+        spread, moved = (
+            divide(by, count).expand(shape) for by in (by_variance, by_mean)
+        )
+        return scaled, spread * scale(self.x, 2.0), moved
+
+
+def rows(count=8):
+    return [make(count, 3), make(count, 3) + 1, make(1, 3) + 3, make(1, 3)]
+
+
+def recorded_steps(after_forward=None, after_total=None, add=None):
+    """Make a function of the steps, with changes between them."""
+
+    def function(tensors):
+        steps = Steps(tensors)
+        steps.forward()
+        if after_forward:
+            after_forward(steps)
+        found = [steps.by_gamma(after_total or (lambda steps: None))]
+        if add:
+            found.append(add(*steps.terms()))
+        return [steps.y, *found, steps.c.sum([0], True), steps.mean]
+
+    return function
+
+
+def sum_of(scaled, by_square, moved):
+    return (scaled + by_square) + moved
+
+
+def test_steps_are_recognized_as_they_are_written_here():
+    assert set(names_of(recorded_steps(), *rows())) >= OWN
+    assert set(names_of(recorded_steps(add=sum_of), *rows())) >= OWN
+
+
+@pytest.mark.parametrize("add", [None, sum_of], ids=["weights", "all"])
+@pytest.mark.parametrize("count", [8, 2100], ids=["few", "many"])
+@pytest.mark.parametrize("place", ["after_forward", "after_total"])
+@pytest.mark.parametrize("name", ["mean", "root", "gamma", "factor", "total"])
+def test_what_changes_before_derivatives_are_computed(name, place, count, add):
+    if (name, place) == ("total", "after_forward"):
+        pytest.skip("is not there yet")
+
+    def change(steps):
+        getattr(steps, name).mul_(0.5)
+
+    agrees(recorded_steps(**{place: change}, add=add), *rows(count))
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda scaled, by_square, moved: (
+            ((scaled + scaled) + by_square) + moved
+        ),
+        lambda scaled, by_square, moved: ((by_square + scaled) + moved) + moved,
+        lambda scaled, by_square, moved: (
+            ((by_square + by_square) + scaled) + moved
+        ),
+    ],
+)
+def test_what_is_added_twice_counts_twice(add):
+    agrees(recorded_steps(add=add), *rows())
+
+
+def test_what_else_is_added_is_read_before_it_changes():
+    def add(scaled, by_square, moved):
+        other = scaled.exp()
+        inner = by_square + other
+        other.zero_()
+        return (inner + scaled) + moved
+
+    agrees(recorded_steps(add=add), *rows())
+
+
+def test_offsets_are_scaled_as_they_are_added():
+    def function(tensors):
+        steps = Steps(tensors)
+        steps.forward(alpha=2.0)
+        return [steps.y]
+
+    agrees(function, *rows())
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        lambda x, mean, gamma: gamma,
+        lambda x, mean, gamma: torch.mul(2.0, gamma),
+        lambda x, mean, gamma: mean * gamma,
+    ],
+)
+@pytest.mark.parametrize("given", [True, False])
+def test_what_looks_like_normalization_is_recorded(scale, given):
+    def function(tensors):
+        x, _, gamma, beta = tensors
+        mean = gamma if given else x.mean([0], True)
+        y = x - mean
+        y.mul_(scale(x, mean, gamma))
+        y.add_(beta)
+        z = torch.rsub(x, 1.0)
+        z.mul_(gamma)
+        z.add_(beta)
+        return [y, z]
+
+    agrees(function, *rows())
+
+
+@pytest.mark.parametrize(
+    "make_cotangents",
+    [
+        lambda steps: 2.0,
+        lambda steps: steps.saved,
+        lambda steps: steps.c[:1],
+        lambda steps: steps.c.double(),
+    ],
+    ids=["number", "itself", "row", "precise"],
+)
+def test_cotangents_of_another_kind_are_recorded(make_cotangents):
+    def function(tensors):
+        steps = Steps(tensors)
+        steps.forward()
+        steps.c = make_cotangents(steps)
+        return [steps.y, steps.by_gamma()]
+
+    agrees(function, *rows())

@@ -43,7 +43,7 @@ from accumtrainer.steps.torch.batch_norm import (
     Writer,
 )
 from accumtrainer.steps.torch.changes import changed_by, memory_of
-from accumtrainer.steps.torch.marks import MARK
+from accumtrainer.steps.torch.marks import ELSE, END, IF, LOOP, MARK
 from accumtrainer.steps.torch.shapes import name_of
 
 aten = torch.ops.aten
@@ -76,7 +76,7 @@ def _find(target: Any, *args: Any) -> fx.Node | None:
         args: its arguments, the first of them a value; nothing is found where
             one is `None`.
     """
-    if None in args:
+    if None in args or not isinstance(args[0], fx.Node):
         return None
     key = _key(target, args)
     for node in args[0].users:
@@ -104,6 +104,8 @@ def _key(target: Any, args: Sequence[Any]) -> tuple:
 def _forward(deviation: fx.Node) -> Forward | None:
     """Recognize what becomes a normalized value in place."""
     x, mean = deviation.args
+    if not isinstance(mean, fx.Node) or mean.target is not MEAN:
+        return None
     users = sorted(deviation.users)
     names = [name_of(user.target) for user in users]
     saved = users[:1] if names[:1] == ["clone"] else []
@@ -111,14 +113,16 @@ def _forward(deviation: fx.Node) -> Forward | None:
         return None
     multiply, add = users[len(saved) :][:2]
     scale, beta = multiply.args[1], add.args[1]
-    axes = getattr(mean, "args", (x, None))[1]
+    axes = mean.args[1]
     squares = _find(MEAN, _find(POWER, x, 2), axes, True)
     variance = _find(SUBTRACT, squares, _find(POWER, mean, 2))
     is_mean = variance and _find(MEAN, x, axes, True) is mean
     if not is_mean or getattr(scale, "target", None) is not MULTIPLY:
         return None
     root, gamma = scale.args
-    if root.target is not ADD or root.args[0] is not variance:
+    if not isinstance(root, fx.Node) or root.target is not ADD:
+        return None
+    if root.args[0] is not variance or isinstance(root.args[1], fx.Node):
         return None
     return Forward(
         x=x,
@@ -146,16 +150,18 @@ def _is_plain(forward: Forward, changed: set[fx.Node]) -> bool:
     # The root is taken in place before it is read.
     root = min(forward.root.users)
     own = [root, forward.multiply]
+    squares = forward.variance.args
+    made_of = {*squares, squares[0].args[0]}
+    given = [forward.deviation, forward.root, forward.multiply, forward.add]
     return (
         is_alike
         and is_known
         and is_batch
         and x.is_contiguous()
         and name_of(root.target) == "rsqrt_"
-        and not forward.deviation.kwargs
-        and not forward.root.kwargs
+        and not any(node.kwargs for node in given)
         and own == list(_changes(forward.mean, forward.add))
-        and not changed & memory_of([forward.x])
+        and not changed & made_of.union(memory_of([forward.x]))
     )
 
 
@@ -185,6 +191,8 @@ def _backward(forward: Forward) -> Backward | None:
     if len(saved.users) > 1 or product.target is not MULTIPLY:
         return None
     cotangents = product.args[product.args[0] is saved]
+    if not _is_alike(cotangents, x):
+        return None
     shape = x.meta["val"].shape
     count = shape.numel() // mean.meta["val"].numel()
     axes = [axis for axis in forward.axes if shape[axis] != 1]
@@ -212,7 +220,7 @@ def _backward(forward: Forward) -> Backward | None:
         return None
     readers = [n for n in (product, scaled, made[2]) if n is not None]
     first = min(readers)
-    if not all(_has_shape(other, shape) for other in others):
+    if not all(_is_alike(other, x) for other in others):
         return None
     return Backward(first, cotangents, made, others)
 
@@ -225,15 +233,19 @@ def _sum_of(
         (node,) = node.users
         if node.target is not ADD or node.kwargs:
             break
-        found = _terms(node)
-        if terms.issubset(found):
-            return node, [term for term in found if term not in terms]
+        others = _terms(node)
+        if terms.issubset(others):
+            for term in terms:
+                others.remove(term)  # once, as it may be added twice
+            return node, others
     return None, []
 
 
-def _has_shape(value: Any, shape: torch.Size) -> bool:
-    known = getattr(value, "meta", {}).get("val")
-    return isinstance(known, torch.Tensor) and known.shape == shape
+def _is_alike(value: Any, x: fx.Node) -> bool:
+    known, like = getattr(value, "meta", {}).get("val"), x.meta["val"]
+    if not isinstance(known, torch.Tensor):
+        return False
+    return (known.shape, known.dtype) == (like.shape, like.dtype)
 
 
 def _terms(whole: fx.Node) -> list[Any]:
@@ -255,8 +267,41 @@ def _is_untouched(
     is_later = backward.first > forward.add
     if last is None or not is_later:
         return False
-    gamma = memory_of([forward.gamma])
-    return not changed & memory_of([backward.cotangents]) and not any(
-        node.target is MARK or gamma & memory_of(node.all_input_nodes)
-        for node in _changes(backward.first, last)
+    if changed & memory_of([backward.cotangents, *backward.others]):
+        return False
+    if not _is_one_block(forward.add, backward.first):
+        return False
+    read = memory_of(_read_for(made, forward, backward))
+    return not any(
+        node.target is MARK and node >= backward.first
+        for node in _changes(forward.add, last)
+    ) and not any(
+        read & memory_of(changed_by([node]))
+        for node in _changes(forward.add.next, last)
     )
+
+
+def _read_for(
+    made: Sequence[fx.Node], forward: Forward, backward: Backward
+) -> set[fx.Node]:
+    """List what derivatives are computed from that may change before."""
+    given = {forward.x, backward.cotangents, *backward.others}
+    known = {forward.mean, forward.variance, forward.gamma, *forward.saved}
+    found, left = set(known), list(made)
+    while left:
+        inputs = set(left.pop().all_input_nodes) - given - found
+        found |= inputs
+        left += inputs
+    return found
+
+
+def _is_one_block(first: fx.Node, last: fx.Node) -> bool:
+    """Whether branches and loops that begin between two operations end."""
+    depth, node = 0, first
+    while node is not last:
+        part = node.args[1] if node.target is MARK else None
+        if depth == 0 and part in (ELSE, END):
+            return False
+        depth += (part in (IF, LOOP)) - (part == END)
+        node = node.next
+    return depth == 0
