@@ -372,3 +372,46 @@ def test_parts_that_joining_has_cast_are_cast():
 
     for function in (product, matrix, stacked, again):
         agrees(function, make(2, 2))
+
+
+NORMALIZED = make(8, 3), torch.zeros(3), torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    "normalize",
+    [
+        lambda *x: torch.nn.functional.batch_norm(*x, training=True),
+        lambda *x: torch.nn.functional.instance_norm(
+            x[0].reshape(2, 3, 4), *x[1:]
+        ),
+        lambda *x: torch.batch_norm_update_stats(*x, 0.1),
+        lambda x, *running: torch.native_batch_norm(
+            x, None, None, *running, True, 0.1, 1e-3
+        ),
+    ],
+    ids=["batch", "instance", "statistics", "native"],
+)
+def test_statistics_that_move_without_a_word_do_where_nobody_reads_results(
+    normalize,
+):
+    def unused(tensors):
+        normalize(*tensors)
+        return [tensors[0] * 2]
+
+    def read_before_and_after(tensors):
+        before = tensors[1] * 1.5
+        result = normalize(*tensors)
+        result = result if isinstance(result, torch.Tensor) else result[0]
+        return [before, tensors[1] * 1.5, result]
+
+    for function in (unused, read_before_and_after):
+        agrees(function, *NORMALIZED)
+
+
+def test_statistics_stay_where_nothing_is_trained():
+    def function(tensors):
+        torch.nn.functional.batch_norm(*tensors)
+        return [tensors[0] * 2]
+
+    assert names_of(function, *NORMALIZED) == ["mul"]
+    agrees(function, *NORMALIZED)

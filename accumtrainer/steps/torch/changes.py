@@ -40,6 +40,16 @@ def changed_by(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return changed
 
 
+def leave_out_unread(graph: fx.Graph) -> None:
+    """Leave out what nobody reads and what changes nothing.
+
+    PyTorch itself goes by what operations say of themselves.
+    """
+    graph.eliminate_dead_code(
+        lambda node: node.is_impure() or bool(changed_by([node]))
+    )
+
+
 def readers_of(node: fx.Node) -> Iterator[fx.Node]:
     """List what reads a value, or a view of it."""
     for user in node.users:

@@ -15,6 +15,7 @@ from torch import fx
 
 from accumtrainer.steps.torch.changes import (
     changed_by,
+    leave_out_unread,
     memory_of,
     readers_of,
 )
@@ -63,7 +64,7 @@ def fuse(graph: fx.Graph, changed: set[fx.Node]) -> None:
             _add_products(node)
         elif node.target is ADD:
             _add_in_place(graph, node)
-    graph.eliminate_dead_code()
+    leave_out_unread(graph)
 
 
 def _add_to_itself(graph: fx.Graph, node: fx.Node) -> None:

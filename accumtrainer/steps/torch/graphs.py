@@ -19,6 +19,7 @@ from accumtrainer.steps.torch.changes import (
     changed_by,
     changed_later,
     is_view,
+    leave_out_unread,
     memory_of,
 )
 from accumtrainer.steps.torch.constants import (
@@ -317,7 +318,7 @@ def _tidy(module: fx.GraphModule) -> None:
                 graph.erase_node(node)
             elif node not in needed:  # who gets a result may change it
                 make_constant(module, node)
-    graph.eliminate_dead_code()
+    leave_out_unread(graph)
     simplify(module, changed)
     normalize(graph, changed)
     fuse(graph, changed)

@@ -42,7 +42,11 @@ from accumtrainer.steps.torch.batch_norm import (
     Forward,
     Writer,
 )
-from accumtrainer.steps.torch.changes import changed_by, memory_of
+from accumtrainer.steps.torch.changes import (
+    changed_by,
+    leave_out_unread,
+    memory_of,
+)
 from accumtrainer.steps.torch.marks import ELSE, END, IF, LOOP, MARK
 from accumtrainer.steps.torch.shapes import name_of
 
@@ -65,7 +69,7 @@ def normalize(graph: fx.Graph, changed: set[fx.Node]) -> None:
             forward = _forward(node)
             if forward and _is_plain(forward, changed):
                 _replace(graph, forward, changed)
-    graph.eliminate_dead_code()
+    leave_out_unread(graph)
 
 
 def _find(target: Any, *args: Any) -> fx.Node | None:

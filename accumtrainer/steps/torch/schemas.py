@@ -9,7 +9,7 @@ SCHEMA = "_schema"
 """Where an operation describes its arguments; PyTorch does so nowhere else."""
 
 RUNNING = ("running_mean", "running_var")
-"""Arguments of `native_batch_norm` that it changes, and does not say so."""
+"""Arguments that some operations change, and do not say so."""
 
 SIZED_BY_NUMBERS = {"_pack_padded_sequence", "_to_sparse"}
 """Operations whose results are as large as numbers say, without a tag of it."""
@@ -20,7 +20,12 @@ NOT_ALIKE = {"mkldnn_rnn_layer", *SIZED_BY_NUMBERS}
 The first makes less where no gradients are computed around it.
 """
 
-SAY_NOTHING = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+SAY_NOTHING = {
+    *("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"),
+    *("batch_norm_update_stats", "batch_norm_gather_stats"),
+    "batch_norm_gather_stats_with_counts",
+}
+"""Operations that do so, but for those that are told that nothing trains."""
 
 
 def arguments_changed_by(
@@ -36,16 +41,20 @@ def arguments_changed_by(
     schema = getattr(operation, SCHEMA, None)
     if schema is None:
         return []
-    found = []
+    given = {
+        argument.name: args[position]
+        if position < len(args)
+        else kwargs.get(argument.name)
+        for position, argument in enumerate(schema.arguments)
+    }
     says_nothing = _name_of(operation) in SAY_NOTHING
-    for position, argument in enumerate(schema.arguments):
-        alias = argument.alias_info
-        is_running = says_nothing and argument.name in RUNNING
-        if is_running or (alias is not None and alias.is_write):
-            is_given = position < len(args)
-            value = args[position] if is_given else kwargs.get(argument.name)
-            found.append(value)
-    return found
+    moves = RUNNING if says_nothing and given.get("training", True) else ()
+    return [
+        given[argument.name]
+        for argument in schema.arguments
+        if argument.name in moves
+        or (argument.alias_info is not None and argument.alias_info.is_write)
+    ]
 
 
 def returns_its_first(operation: Any) -> bool:

@@ -17,6 +17,7 @@ from accumtrainer.steps.torch.changes import (
     RESHAPES,
     first_changes,
     is_view,
+    leave_out_unread,
     memory_of,
 )
 from accumtrainer.steps.torch.marks import END, IF, LOOP, MARK
@@ -65,7 +66,7 @@ def simplify(module: fx.GraphModule, changed: set[fx.Node]) -> None:
         rewriter = _Rewriter(graph, changed)
         for node in list(graph.nodes):
             rewriter.rewrite(node, rules)
-        graph.eliminate_dead_code()
+        leave_out_unread(graph)
         if rules is SHAPES:
             _foresee_layouts(graph)
 
