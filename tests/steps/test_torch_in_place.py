@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 
 from accumtrainer import Accumulation, Trainer
+from accumtrainer.callbacks import GradientAccumulation
 from accumtrainer.keras_api import BACKEND, keras, ops
 
 if BACKEND != "torch":
     pytest.skip("is about PyTorch", allow_module_level=True)
 
 import torch
+from recorded import note_graphs
 
 from accumtrainer.steps.torch.graphs import Graph
 
@@ -273,3 +275,49 @@ def test_copies_that_nobody_changes_are_not_made():
     assert clone in record(lambda given: [given[0].clone().mul_(2)])
     assert clone in record(lambda given: [given[0].clone()[1:]])
     assert clone in record(lambda given: [given[0].clone() + given[0].add_(1)])
+
+
+class DoublingRows(layers.Layer):
+    """Doubles a copy by what may be a view of it, or another copy."""
+
+    def call(self, inputs):
+        copied = inputs.clone()
+        copied.reshape(-1).mul_(2.0)
+        return copied
+
+
+def turned(x):
+    return np.ascontiguousarray(x.T).T
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [(turned, np.copy), (np.copy, turned)],
+    ids=["turned first", "turned later"],
+)
+@pytest.mark.parametrize("make_batch", [np.asarray, torch.from_numpy])
+def test_batches_may_lie_otherwise_than_those_before(
+    monkeypatch, layouts, make_batch
+):
+    def batches(layouts):
+        for lay_out in layouts:
+            yield make_batch(lay_out(X[:6])), Y[:6]
+
+    def fit(layouts):
+        model = make_model(DoublingRows)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(
+            batches(layouts),
+            steps_per_epoch=6,
+            shuffle=False,
+            verbose=0,
+            callbacks=[GradientAccumulation(3)],
+        )
+        return model
+
+    recorded = note_graphs(monkeypatch)
+    expected = fit([np.copy] * 6)
+    once = len(recorded)
+    ours = fit([layout for layout in layouts for _ in range(3)])
+    assert len(recorded) == 2 * once > 0
+    assert_close(ours, expected)

@@ -239,7 +239,17 @@ class _Recorder:
 
 def _flatten(arguments: tuple[Nest, ...]) -> tuple[list[Tensor], Any]:
     leaves, treedef = optree.tree_flatten(cast(Any, arguments))
-    return list(map(to_tensor, leaves)), treedef
+    return [_in_rows(to_tensor(leaf)) for leaf in leaves], treedef
+
+
+def _in_rows(leaf: Tensor) -> Tensor:
+    """Have a tensor lie as it does for all, as batches lie this way or that.
+
+    What was recorded depends on it.
+    """
+    if leaf.layout is not torch.strided or leaf.is_contiguous():
+        return leaf
+    return leaf.contiguous()
 
 
 def _copied(leaves: Sequence[Tensor]) -> list[Tensor]:
