@@ -225,9 +225,8 @@ class Trainer(Answers):
                 given the same arrays; of anything else each yields its shard.
             y: targets, where x is arrays.
             batch_size: samples per loader batch, default 32.
-            epochs: index of the epoch before which to stop, as in Keras;
-                default `initial_epoch + 1`, or unlimited with `max_updates`
-                or `max_seconds`.
+            epochs: index of the epoch to stop before, as in Keras; default
+                one epoch, or no end with `max_updates` or `max_seconds`.
             verbose: 0, 1, 2 or `"auto"`.
             callbacks: further callbacks, for this call.
             validation_split: fraction of the arrays kept for validation.
@@ -351,6 +350,7 @@ class Trainer(Answers):
             batch_size=source.batch_size,
             samples=source.samples_per_epoch,
             fast_dev_run=bool(options.fast_dev_run),
+            resumes=saved is not None,
         )
         outer = self._loop, self._loggers
         self._loop = FitLoop(

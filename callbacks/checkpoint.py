@@ -11,7 +11,11 @@ from typing import Any, Literal
 from accumtrainer import Callback, CheckpointDirectory, Every, Progress, Score
 from accumtrainer.callbacks.arguments import require_every, require_whole
 
-LARGER_IS_BETTER = ("acc", "auc", "f1", "precision", "recall", "score", "iou")
+LARGER_IS_BETTER = (
+    *("acc", "auc", "f1", "fbeta", "precision", "recall", "score", "iou"),
+    *("io_u", "similarity", "sensitivity", "specificity", "r2", "psnr"),
+    *("true_positives", "true_negatives"),
+)
 """Parts of names of numbers that are good when they are large."""
 
 SAVES_ALWAYS = ("stop", "interruption", "error", "end")
@@ -93,7 +97,7 @@ class Checkpoint(Callback):
         return self.checkpoints.path / names[-1] if names else None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        if not self._was_restored:
+        if not (self._was_restored and self.params.get("resumes")):
             self._best = self._score = self._saved_at = None
             self._since = self.trainer.progress
         self._was_restored = False
@@ -126,6 +130,7 @@ class Checkpoint(Callback):
             self._wait(is_last=True)
 
     def on_train_end(self, logs: Any = None) -> None:
+        self._was_restored = False
         if self._writer is None:
             return
         try:
@@ -134,18 +139,20 @@ class Checkpoint(Callback):
         finally:
             self._writer.shutdown()
             self._writer = None
-            self._was_restored = False
 
     def get_state(self) -> dict[str, Any]:
         best = self._best
         return {
             "best": None if best is None else best.value,
+            "keep_best": self._monitored,
             "since": (self._since or Progress()).as_dict(),
             "saved_at": self._saved_at,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
         best = state["best"]
+        if state.get("keep_best", self._monitored) != self._monitored:
+            best = None  # of another number
         self._best = None if best is None else self._score_of(best)
         self._since = Progress.from_dict(state["since"])
         self._saved_at = state["saved_at"]
@@ -214,8 +221,11 @@ class Checkpoint(Callback):
 
 
 def _mode(name: str | None) -> Literal["min", "max"]:
-    is_larger_better = any(part in (name or "") for part in LARGER_IS_BETTER)
-    return "max" if is_larger_better else "min"
+    name = (name or "").lower()
+    is_larger_better = any(part in name for part in LARGER_IS_BETTER)
+    # An output may have a name of these.
+    is_loss = name.endswith("loss")
+    return "max" if is_larger_better and not is_loss else "min"
 
 
 def _check(

@@ -3,7 +3,7 @@
 from typing import Any
 
 from accumtrainer import Trainer
-from accumtrainer.keras_api import keras
+from accumtrainer.keras_api import by_path, keras
 
 
 class KeepGradients(Trainer):
@@ -30,28 +30,30 @@ class KeepGradients(Trainer):
     def __init__(self, model: Any, **options: Any):
         super().__init__(model, **options)
         _check_built(model)
+        named = by_path(model.trainable_variables)
         self.kept_gradients = {
-            variable.path: self.track(
+            path: self.track(
                 keras.Variable(
                     keras.ops.zeros(variable.shape, dtype="float32"),
                     trainable=False,
                     name="kept_gradient",
                 )
             )
-            for variable in model.trainable_variables
+            for path, variable in named.items()
         }
+        self._paths = {id(v): path for path, v in named.items()}
 
     def on_apply(self, gradients: list[Any], info: Any) -> list[Any]:
         """Keep the gradients, as they are."""
         variables = self.model.trainable_variables
-        by_path = {
-            variable.path: gradient
+        found = {
+            self._paths.get(id(variable)): gradient
             for variable, gradient in zip(variables, gradients, strict=True)
         }
         for path, kept in self.kept_gradients.items():
             # One that has been frozen since has none.
             nothing = keras.ops.zeros(kept.shape, dtype="float32")
-            kept.assign(by_path.get(path, nothing))
+            kept.assign(found.get(path, nothing))
         return gradients
 
     def kept_norms(self) -> dict[str, Any]:
@@ -83,18 +85,21 @@ class KeepGradientNorms(Trainer):
         super().__init__(model, **options)
         _check_built(model)
         # Of all weights, as those that are frozen may be trained later.
+        named = by_path(model.weights)
         self._kept_norms = {
-            variable.path: self.track(
+            path: self.track(
                 keras.Variable(0.0, trainable=False, name="kept_norm")
             )
-            for variable in model.weights
+            for path in named
         }
+        self._paths = {id(v): path for path, v in named.items()}
 
     def on_apply(self, gradients: list[Any], info: Any) -> list[Any]:
         """Keep the norms of the gradients."""
         variables = self.model.trainable_variables
         for variable, gradient in zip(variables, gradients, strict=True):
-            self._kept_norms[variable.path].assign(norm(gradient))
+            path = self._paths[id(variable)]
+            self._kept_norms[path].assign(norm(gradient))
         return gradients
 
     def kept_norms(self) -> dict[str, Any]:
@@ -102,11 +107,10 @@ class KeepGradientNorms(Trainer):
 
         They are scalars on the device, for which this does not wait.
         """
+        variables = self.model.trainable_variables
         return {
-            variable.path: keras.ops.convert_to_tensor(
-                self._kept_norms[variable.path]
-            )
-            for variable in self.model.trainable_variables
+            path: keras.ops.convert_to_tensor(self._kept_norms[path])
+            for path in (self._paths[id(variable)] for variable in variables)
         }
 
 

@@ -71,7 +71,7 @@ class Predictions(Callback):
         self._was_restored = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        if not self._was_restored:
+        if not (self._was_restored and self.params.get("resumes")):
             self._since = self.trainer.progress
         self._was_restored = False
 

@@ -103,7 +103,8 @@ class Tracker(WarningLogger):
         is_behind = self.trainer.progress.updates < self._last_updates
         followed = self._followed
         is_another = followed is not None and followed() is not self.trainer
-        if (is_behind or is_another) and not self._is_resumed:
+        resumes = self._is_resumed and self.params.get("resumes")
+        if (is_behind or is_another) and not resumes:
             self.forget_run()
         self._followed = weakref.ref(self.trainer)
 

@@ -12,7 +12,7 @@ from accumtrainer.callbacks.keep_gradients import (
     KeepGradients,
     norm,
 )
-from accumtrainer.keras_api import keras
+from accumtrainer.keras_api import by_path, keras
 
 WATCHED = (None, "weights", "gradients", "all", "norms")
 
@@ -71,8 +71,9 @@ class Watch:
         """Copy what histograms are made of, as the next update changes it."""
         seen = {}
         if self.what in ("weights", "all"):
-            for variable in trainer.model.trainable_variables:
-                seen[f"weights/{variable.path}"] = Histogram(variable)
+            named = by_path(trainer.model.trainable_variables)
+            for path, variable in named.items():
+                seen[f"weights/{path}"] = Histogram(variable)
         if self.what in ("gradients", "all"):
             for path, variable in trainer.kept_gradients.items():
                 seen[f"gradients/{path}"] = Histogram(variable)
@@ -81,9 +82,9 @@ class Watch:
 
 def _look_at_norms(trainer: Any) -> Callable[[], dict[str, Any]]:
     """Have the device compute the norms; they are read in the thread."""
-    variables = trainer.model.trainable_variables
-    names = [f"weight_norm/{variable.path}" for variable in variables]
-    norms = [norm(variable) for variable in variables]
+    variables = by_path(trainer.model.trainable_variables)
+    names = [f"weight_norm/{path}" for path in variables]
+    norms = [norm(variable) for variable in variables.values()]
     for path, gradient_norm in trainer.kept_norms().items():
         names.append(f"gradient_norm/{path}")
         norms.append(gradient_norm)

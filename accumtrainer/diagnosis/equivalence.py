@@ -11,7 +11,13 @@ import numpy as np
 from accumtrainer import notebook
 from accumtrainer.data.batches import Window
 from accumtrainer.diagnosis.trials import Trials
-from accumtrainer.keras_api import flatten_layers, is_overwritten, keras, ops
+from accumtrainer.keras_api import (
+    by_path,
+    flatten_layers,
+    is_overwritten,
+    keras,
+    ops,
+)
 from accumtrainer.keras_api.types import Model, Variable
 from accumtrainer.layers import computing_in, describe_layer, owners_of
 from accumtrainer.steps import Backend, Plan, Step
@@ -350,10 +356,15 @@ def _errors(
         initial=0.0,
     )
     return {
-        variable.path: _difference(one, other)
+        path: _difference(one, other)
         / float((size if alone else largest) or 1.0)
-        for variable, one, other, size, alone in zip(
-            variables, gradients, expected, sizes, assigned, strict=True
+        for path, one, other, size, alone in zip(
+            by_path(variables),
+            gradients,
+            expected,
+            sizes,
+            assigned,
+            strict=True,
         )
     }
 

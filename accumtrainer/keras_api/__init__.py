@@ -9,7 +9,7 @@ functions at the end of this file, each with its reason;
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from accumtrainer import errors
@@ -226,6 +226,25 @@ def optimizers_of(optimizer: Optimizer) -> tuple[bool, list[Optimizer]]:
     if isinstance(optimizer, several):
         return False, list(optimizer.optimizers)
     return True, [optimizer]
+
+
+def by_path(variables: Iterable[Variable]) -> dict[str, Variable]:
+    """Name variables by their paths; one that comes again is given a number.
+
+    Layers of one name in several that were built apart have variables of one
+    path.
+
+    Returns:
+        Dict in the order given.
+    """
+    named: dict[str, Variable] = {}
+    for variable in variables:
+        path, number = variable.path, 1
+        while path in named:
+            number += 1
+            path = f"{variable.path}#{number}"
+        named[path] = variable
+    return named
 
 
 def is_overwritten(variable: Variable) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -140,7 +141,7 @@ def shown_numbers(logs: Any) -> dict[str, str]:
         for name, value in (logs or {}).items()
         if name not in HIDDEN
         and not is_learning_rate(name)
-        and isinstance(value, int | float)
+        and isinstance(value, numbers.Real)
         and not isinstance(value, bool)
     }
 

@@ -59,9 +59,9 @@ class CallbackStates:
             now = _plain_attributes(callback)
             begun = {k: v for k, v in self._begun[key].items() if k in now}
             for name, (_, value) in begun.items():
-                setattr(callback, name, _copied(value))
+                _put_back(callback, name, _copied(value))
             for name, value in states.get(key, {}).items():
-                setattr(callback, name, value)
+                _put_back(callback, name, value)
 
     def _changed(self, key: str, callback: Any) -> dict[str, Any]:
         begun = self._begun[key]
@@ -113,6 +113,24 @@ def _plain_attributes(callback: Any) -> dict[str, Any]:
         content = {k: (v.shape, _digest(v)) for k, v in arrays.items()}
         plain[name] = ((written, content), _copied(value))
     return plain
+
+
+def _put_back(callback: Any, name: str, value: Any) -> None:
+    """Set an attribute; a list or dict that is there keeps being it.
+
+    Whoever has given it to the callback looks there, and a dict may be of a
+    kind that makes what is missing.
+    """
+    there = getattr(callback, name, None)
+    if isinstance(there, list) and isinstance(value, list):
+        there[:] = value
+    elif isinstance(there, dict) and isinstance(value, dict):
+        there.clear()
+        there.update(value)
+    elif isinstance(there, tuple) and hasattr(there, "_make"):
+        setattr(callback, name, there._make(value))
+    else:
+        setattr(callback, name, value)
 
 
 def _digest(array: np.ndarray) -> bytes:

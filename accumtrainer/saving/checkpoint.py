@@ -350,15 +350,23 @@ class CheckpointDirectory:
         return None
 
     def _by_score(self) -> list[str]:
-        """List the names of those that have a score, best first."""
-        scores = {}
+        """List the names of those that have a score, best first.
+
+        They are compared by what the newest of them was judged by.
+        """
+        scores: dict[str, float] = {}
+        judged: tuple[str, str] | None = None
         for name in reversed(self.names()):
             try:
                 score = _read_manifest(self.path / name)["score"]
             except (OSError, ValueError, KeyError, TypeError):
                 continue
-            if score is not None:
-                scores[name] = Score(**decode(score, {})).key
+            if score is None:
+                continue
+            score = Score(**decode(score, {}))
+            judged = judged or (score.name, score.mode)
+            if judged == (score.name, score.mode):
+                scores[name] = score.key
         return sorted(scores, key=scores.__getitem__)
 
     def _remove_old(self) -> None:

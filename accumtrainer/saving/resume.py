@@ -91,7 +91,12 @@ def find_saved(resume_from: Any, callbacks: Any) -> Snapshot | None:
             "callbacks, which says where to look. Received: none. Add "
             "accumtrainer.callbacks.Checkpoint(directory), or give the path."
         )
-    return places[0].newest()
+    found = [place.newest() for place in places]
+    return max(
+        (snapshot for snapshot in found if snapshot is not None),
+        key=lambda snapshot: snapshot.progress["micro_batches"],
+        default=None,
+    )
 
 
 def check_same(saved: Snapshot, trainer: Any) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from accumtrainer.data.batches import Batch, map_leaves
 from accumtrainer.data.reading import is_text
-from accumtrainer.keras_api import ops
+from accumtrainer.keras_api import by_path, ops
 from accumtrainer.keras_api.types import Nest, Variable
 
 PARTS = (
@@ -117,11 +117,7 @@ def copy_to_host(variables: list[Variable]) -> dict[str, np.ndarray]:
         given a number.
     """
     values = {}
-    for variable in variables:
-        path, number = variable.path, 1
-        while path in values:
-            number += 1
-            path = f"{variable.path}#{number}"
+    for path, variable in by_path(variables).items():
         # As a tensor first: replicas may hold a value in parts.
         tensor = ops.convert_to_tensor(variable)
         values[path] = np.array(ops.convert_to_numpy(tensor), order="C")
@@ -170,12 +166,17 @@ def _unnumbered(path: str) -> str:
     return re.sub(r"(_|#)\d+", "", path)
 
 
+FUNCTIONS = {"numpy": np, "keras.ops": ops}
+"""Modules whose functions are saved by name."""
+
+
 def encode(value: Any, arrays: dict[str, np.ndarray], name: str) -> Any:
     """Write a nest of plain values in what JSON knows.
 
     Args:
         value: nest of dicts, lists, tuples, `Batch`es, numbers, strings,
-            bytes, `None` and arrays.
+            bytes, `None`, arrays, and functions such as `keras.ops.less`, by
+            which a callback of Keras compares.
         arrays: dict, to which the arrays of numbers found are added.
         name: how to call them.
 
@@ -202,6 +203,11 @@ def encode(value: Any, arrays: dict[str, np.ndarray], name: str) -> Any:
         return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, Blank):
         return {"blank": [list(value.shape), value.dtype]}
+    if callable(value):
+        for place, module in FUNCTIONS.items():
+            called = getattr(value, "__name__", "")
+            if getattr(module, called, None) is value:
+                return {"function": [place, called]}
     if isinstance(value, np.ndarray) and is_text(value):
         # Files of arrays know numbers alone.
         cells = encode(value.ravel().tolist(), arrays, name)
@@ -245,6 +251,7 @@ DECODERS: dict[str, Callable[..., Any]] = {
     "blank": lambda parts, arrays: _zeros(*parts),
     "float": lambda text, arrays: float(text),
     "bytes": lambda text, arrays: base64.b64decode(text),
+    "function": lambda parts, arrays: getattr(FUNCTIONS[parts[0]], parts[1]),
     "tuple": lambda parts, arrays: tuple(decode(parts, arrays)),
     "batch": lambda parts, arrays: Batch(*decode(parts, arrays)),
     "dict": lambda parts, arrays: {

@@ -1,11 +1,13 @@
 """What is copied of callbacks for a checkpoint, and what is not."""
 
+import collections
 import threading
 
+import numpy as np
 import pytest
 from pointed import fit, make_trainer
 
-from accumtrainer import Callback, Every
+from accumtrainer import Callback, CheckpointError, Every, Trainer
 from accumtrainer.callbacks import Checkpoint
 from accumtrainer.keras_api import keras
 from accumtrainer.saving.callback_state import CallbackStates
@@ -55,3 +57,72 @@ def test_state_that_cannot_be_saved_is_named_and_training_goes_on(tmp_path):
     ):
         fit(KeepsLock(), checkpoint, trainer=trainer)
     assert trainer.progress.updates == 6
+
+
+def train(directory, *callbacks, epochs, **options):
+    """Train on what stays as it is: the loss is the same in every epoch."""
+    trainer = make_trainer(optimizer=keras.optimizers.SGD(0.0))
+    saves = Checkpoint(directory)
+    return fit(*callbacks, saves, trainer=trainer, epochs=epochs, **options)
+
+
+def test_stock_callback_goes_on_with_the_least_change_it_was_given(tmp_path):
+    def stops():
+        return keras.callbacks.EarlyStopping("loss", patience=2, min_delta=1e-4)
+
+    whole = train(tmp_path / "whole", stops(), epochs=9)
+    train(tmp_path / "parts", stops(), epochs=2)
+    stopper = stops()
+    parts = train(tmp_path / "parts", stopper, epochs=9, resume_from="auto")
+    assert stopper.min_delta == -1e-4  # as Keras turns it
+    assert parts.progress.epochs == whole.progress.epochs == 3
+
+
+def test_callback_that_was_told_of_a_refused_resume_begins_anew(tmp_path):
+    checkpoint = Checkpoint(tmp_path, every=Every(2, "epochs"))
+    fit(checkpoint, trainer=make_trainer(), epochs=4)
+    other = keras.Sequential([keras.Input([3]), keras.layers.Dense(4)])
+    trainer = Trainer(other, optimizer="sgd", loss="mse")
+    x, y = np.ones([8, 3], "float32"), np.ones([8, 4], "float32")
+    with pytest.raises(CheckpointError):
+        trainer.fit(x, y, callbacks=[checkpoint], resume_from="auto", verbose=0)
+    before = checkpoint.checkpoints.names()
+    trainer.fit(x, y, epochs=2, callbacks=[checkpoint], verbose=0)
+    assert checkpoint.checkpoints.names() != before
+
+
+class Counts(keras.callbacks.Callback):
+    """Counts in containers of several kinds, one of them somebody else's."""
+
+    Place = collections.namedtuple("Place", ["epoch", "batch"])
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+        self.counts = collections.defaultdict(int)
+        self.place = self.Place(0, 0)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.seen.append(epoch)
+        self.counts[f"epoch {epoch}"] += 1
+        self.place = self.Place(epoch, self.place.batch)
+
+
+def test_containers_of_a_callback_stay_what_they_are(tmp_path):
+    train(tmp_path, Counts([]), epochs=2)
+    seen = []
+    counts = Counts(seen)
+    train(tmp_path, counts, epochs=4, resume_from="auto")
+    assert seen == counts.seen == [0, 1, 2, 3]
+    assert counts.counts["epoch 1"] == counts.counts["epoch 3"] == 1
+    assert counts.place.epoch == 3
+
+
+def test_newest_checkpoint_of_several_directories_is_gone_on_from(tmp_path):
+    rare = Checkpoint(tmp_path / "rare", every=Every(10, "epochs"))
+    fit(Checkpoint(tmp_path / "often"), trainer=make_trainer(), epochs=2)
+    trainer = make_trainer()
+    often = Checkpoint(tmp_path / "often")
+    fit(rare, often, trainer=trainer, epochs=3, resume_from="auto")
+    assert trainer.progress.epochs == 3
+    assert trainer.progress.updates == 18

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accumtrainer import CheckpointDirectory, CheckpointError, Score, Snapshot
+from accumtrainer import (
+    CheckpointDirectory,
+    CheckpointError,
+    Progress,
+    Score,
+    Snapshot,
+)
+from accumtrainer.callbacks import Checkpoint
 from accumtrainer.data.batches import Batch
 from accumtrainer.saving.checkpoint import (
     ARRAYS,
@@ -297,3 +304,34 @@ def test_a_path_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
         CheckpointDirectory(tmp_path / "file" / "runs").write(make_snapshot())
+
+
+@pytest.mark.parametrize(
+    "name, mode",
+    [
+        ("val_loss", "min"),
+        ("mae", "min"),
+        ("val_accuracy", "max"),
+        ("val_mean_io_u", "max"),
+        ("val_cosine_similarity", "max"),
+        ("specificity_at_sensitivity", "max"),
+        ("val_R2", "max"),
+        ("val_score_loss", "min"),
+    ],
+)
+def test_what_is_best_goes_by_the_name(name, mode):
+    checkpoint = Checkpoint("runs/a", keep_best=name)
+    since = Progress().as_dict()
+    checkpoint.set_state({"best": 1.0, "since": since, "saved_at": None})
+    assert checkpoint.get_state()["keep_best"] == name
+    assert checkpoint._best.mode == mode
+
+
+def test_best_is_of_the_number_that_counts_by_now(tmp_path):
+    snapshot = make_snapshot()
+    directory = CheckpointDirectory(tmp_path, keep=3, keep_best=True)
+    scores = [("accuracy", 0.9, "max"), ("loss", 0.5, "min")]
+    scores += [("loss", 0.4, "min"), ("loss", 0.7, "min")]
+    for name, value, mode in scores:
+        directory.write(snapshot, Score(name=name, value=value, mode=mode))
+    assert directory.best_path().name.startswith("000002")
