@@ -7,7 +7,7 @@ there is nothing to compare with.
 
 from typing import Literal
 
-from accumtrainer.keras_api import ops
+from accumtrainer.keras_api import keras, ops
 from accumtrainer.keras_api.types import Tensor
 
 # Below this, a distance counts as zero: its square root has no gradient.
@@ -254,7 +254,10 @@ def _hinge(difference: Tensor, margin: float | Literal["soft"]) -> Tensor:
 
 
 def _normalized(embeddings: Tensor) -> Tensor:
-    return ops.normalize(embeddings, axis=-1)
+    # Where one is zero, the derivative of its length is NaN.
+    squares = ops.sum(ops.square(embeddings), axis=-1, keepdims=True)
+    least = keras.config.epsilon() ** 2
+    return embeddings * ops.rsqrt(ops.maximum(squares, least))
 
 
 def _own_among_all(logits: Tensor) -> Tensor:

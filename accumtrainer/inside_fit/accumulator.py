@@ -184,7 +184,7 @@ class FitAccumulator(Hooks):
             and not self._is_running
             and self._takeover.has_put_back
             and self._trains == compiled_as(model)
-            and not self._trainable.differs_from(model)
+            and not (self._trainable and self._trainable.differs_from(model))
         )
 
     def install(
@@ -202,6 +202,7 @@ class FitAccumulator(Hooks):
             self._groups_per_epoch = math.ceil(
                 batches_per_epoch / self.model.steps_per_execution
             )
+        begin_averages(self.model.optimizer)  # before `fit` has the state
         self._followed.expect_changes()
         self._begun = time.monotonic() - self._counting.progress_at_most.seconds
         self._take_over()
@@ -489,7 +490,7 @@ class FitAccumulator(Hooks):
         optimizer = self.model.optimizer
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
-        begin_averages(optimizer)
+            begin_averages(optimizer)
 
     def _read_counters(self) -> dict[str, int]:
         names = ("updates", "skipped_updates", "consecutive_skips")

@@ -6,6 +6,8 @@ this resets what `Optimizer.build` has made, under private names, and puts back
 what was kept of the variables that stay.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from accumtrainer.keras_api import keras, optimizers_of
@@ -27,9 +29,30 @@ def rebuild(optimizer: Optimizer, variables: list[Variable]) -> None:
     kept = [_Kept(one) for one in built]
     for one in {id(o): o for o in (optimizer, *built)}.values():
         _reset(one)
-    optimizer.build(variables)
+    with _chosen_as_before(optimizer, built):
+        optimizer.build(variables)
     for one in kept:
         one.put_back()
+
+
+@contextlib.contextmanager
+def _chosen_as_before(
+    optimizer: Optimizer, built: list[Optimizer]
+) -> Iterator[None]:
+    """Have a `MultiOptimizer` leave variables to those that update them.
+
+    A function that chooses one may make a new one whenever it is asked.
+    """
+    name = "_optimizer_map"
+    choose = getattr(optimizer, name, None)
+    before = {id(v): one for one in built for v in one._trainable_variables}
+    if choose is not None:
+        setattr(optimizer, name, lambda v: before.get(id(v)) or choose(v))
+    try:
+        yield
+    finally:
+        if choose is not None:
+            setattr(optimizer, name, choose)
 
 
 AVERAGES = "_model_variables_moving_average"
@@ -45,7 +68,8 @@ def begin_averages(optimizer: Optimizer) -> None:
     Args:
         optimizer: is built.
     """
-    for one in optimizers_of(optimizer)[1]:
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    for one in optimizers_of(inner)[1]:
         if one.built and one.use_ema and not int(one.iterations):
             for variable, average in _averaged(one):
                 _copy(variable, average)

@@ -26,7 +26,7 @@ from accumtrainer.window.losses import (
     CompiledLoss,
     WeightedLoss,
     count_samples,
-    has_known_length,
+    known_length,
 )
 
 HOOK_NAMES = (
@@ -239,7 +239,7 @@ class Hooks:
                 ops.zeros(()),
                 samples,
                 outputs,
-                is_uniform=has_known_length(batch.x),
+                is_uniform=known_length(batch.x) is not None,
             )
         losses: dict[str, WeightedLoss] = {}
         for part in parts:
@@ -388,7 +388,7 @@ class Hooks:
         return WeightedLoss(
             value,
             samples,
-            is_uniform=has_known_length(batch.x),
+            is_uniform=known_length(batch.x) is not None,
             origin=origin,
         )
 

@@ -300,6 +300,8 @@ def _own_weights(weights: Tensor | None, y_pred: Tensor) -> Tensor | None:
         return ops.copy(weights)
     if len(weights.shape) + 1 == len(mask.shape):
         weights = ops.expand_dims(weights, -1)
+    elif len(mask.shape) + 1 == len(weights.shape) and weights.shape[-1] == 1:
+        weights = ops.squeeze(weights, -1)
     return ops.multiply(weights, ops.ones_like(mask, dtype=weights.dtype))
 
 
@@ -315,13 +317,13 @@ def count_samples(nest: Nest) -> Tensor:
     return ops.cast(ops.shape(_first_leaf(nest))[0], "float32")
 
 
-def has_known_length(nest: Nest) -> bool:
-    """Whether its shapes alone say how many samples a batch has.
+def known_length(nest: Nest) -> int | None:
+    """Say how many samples a batch has, `None` where shapes do not tell.
 
     Args:
         nest: as for `count_samples`.
     """
-    return _first_leaf(nest).shape[0] is not None
+    return _first_leaf(nest).shape[0]
 
 
 def _first_leaf(nest: Nest) -> Tensor:
@@ -329,18 +331,21 @@ def _first_leaf(nest: Nest) -> Tensor:
 
 
 def added_losses(
-    model: Model, of_activity: Iterable[Tensor] = ()
+    model: Model,
+    of_activity: Iterable[Tensor] = (),
+    samples: int | None = None,
 ) -> tuple[list[tuple[str, Any]], Tensor | None]:
     """Collect what layers added to the loss in the last call of a model.
 
     Activity regularizers are means over samples where Keras divides them by
-    the batch size, if they are sums; of Keras's L1 and L2 that is known. A
-    vector given to `add_loss` is summed by Keras. A scalar
-    given to `add_loss` says nothing about what it was averaged over.
+    the batch size, if they are sums; of Keras's L1 and L2 that is known. What
+    is given to `add_loss` is summed by Keras: values of each example, or else
+    it says nothing about what it was averaged over, as a scalar.
 
     Args:
         model: `keras.Model` that has just been called.
         of_activity: those that activity regularizers added.
+        samples: how many examples it was called with, if that is known.
 
     Returns:
         Pair: list of `(kind, scalar tensor)` with kind `"activity"` or
@@ -357,7 +362,7 @@ def added_losses(
             kind = "activity" if ACTIVITY_LOSSES_ARE_MEANS else "sum"
             if type(owner.activity_regularizer) not in SUMS_OF_SAMPLES:
                 value = BareLoss(value, ASSUMED + describe_layer(owner))
-        elif len(loss.shape) > 0:
+        elif loss.shape and len({samples, loss.shape[0]} - {None}) < 2:
             kind = "sum"
         else:
             kind, owner = "bare", _owner_of_added(model, loss)

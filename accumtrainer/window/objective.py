@@ -21,7 +21,7 @@ from accumtrainer.window.losses import (
     WeightedLoss,
     added_losses,
     count_samples,
-    has_known_length,
+    known_length,
 )
 from accumtrainer.window.numbers import Sums
 from accumtrainer.window.state import RunningSums, Scratch
@@ -107,7 +107,9 @@ class Objective:
         samples = count_samples(batch.x)
         regularization = None
         if self._adds_losses:
-            added, regularization = added_losses(self._model, of_activity())
+            added, regularization = added_losses(
+                self._model, of_activity(), known_length(batch.x)
+            )
             is_nothing = not added and regularization is None
             if is_nothing and info.training and self._lacks_a_loss:
                 raise ValueError(errors.NO_LOSS)
@@ -165,7 +167,7 @@ class Objective:
                 WeightedLoss(
                     mean,
                     None if is_sum else samples,
-                    is_uniform=is_sum or has_known_length(batch.x),
+                    is_uniform=is_sum or known_length(batch.x) is not None,
                     origin=origin,
                 )
             )

@@ -217,9 +217,9 @@ def _balance(
         return micro_batches
     if not weighing.needs_totals:
         return 1.0
-    share = ops.divide_no_nan(
-        ops.cast(loss.denominator, "float32"), totals[position]
-    )
+    # Weights may have a gradient; what they count for has none.
+    denominator = ops.stop_gradient(ops.cast(loss.denominator, "float32"))
+    share = ops.divide_no_nan(denominator, totals[position])
     return micro_batches * share
 
 

@@ -164,3 +164,13 @@ def test_window_stays_open_while_keras_trains():
     )
     assert int(model.optimizer.iterations) == 2
     assert accumulation.progress.updates == 1
+
+
+def test_callback_of_a_fit_that_ran_no_batch_serves_another_one():
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    accumulation = GradientAccumulation(steps=2)
+    options = {"batch_size": 6, "verbose": 0, "callbacks": [accumulation]}
+    model.fit(X, Y, epochs=1, initial_epoch=1, **options)
+    model.fit(X, Y, **options)
+    assert int(model.optimizer.iterations) == 2

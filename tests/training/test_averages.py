@@ -90,3 +90,21 @@ def test_average_of_a_layer_begins_with_its_weights_as_it_is_unfrozen():
     kernel = np.asarray(model.get_layer("base").get_weights()[0])
     assert np.all(kernel != 1)
     np.testing.assert_allclose(kernel, np.ones([2, 2]), atol=0.02)
+
+
+def test_optimizers_that_a_function_makes_keep_what_they_have():
+    model = make_model(frozen=True)
+    made = keras.optimizers.MultiOptimizer(
+        lambda variable: keras.optimizers.SGD(1e-3, momentum=0.9)
+    )
+    trainer = Trainer(model, optimizer=made, loss="mse")
+    trainer.fit(X, Y, batch_size=2, verbose=0)
+    head = made.optimizers[0]
+    momentum = np.asarray(keras.ops.convert_to_numpy(head.momentums[0]))
+    model.get_layer("base").trainable = True
+    trainer.fit(X, BAD, batch_size=2, verbose=0)  # is skipped
+    assert int(head.iterations) == 4
+    assert len([one for one in made.optimizers if one.built]) == 4
+    np.testing.assert_array_equal(
+        keras.ops.convert_to_numpy(head.momentums[0]), momentum
+    )

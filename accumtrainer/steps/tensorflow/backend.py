@@ -236,13 +236,16 @@ class TensorFlowBackend(Backend):
         # for good, with all that it holds (`all_reduce` registers a gradient
         # of its own each time). In a merge call Keras leaves that out.
 
-        def merged(_: Any) -> None:
-            optimizer.apply(gradients, variables)
+        def apply(_: Any = None) -> None:
+            # As Keras does there, which a user's optimizer may override.
+            optimizer.apply_gradients(
+                list(zip(gradients, variables, strict=True))
+            )
 
         if tf.distribute.has_strategy():
-            optimizer.apply(gradients, variables)
+            apply()
         else:
-            tf.distribute.get_replica_context().merge_call(merged)
+            tf.distribute.get_replica_context().merge_call(apply)
 
     def rarely(
         self,

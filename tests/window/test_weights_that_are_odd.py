@@ -1,0 +1,214 @@
+"""Losses and weights of shapes and kinds that few programs have."""
+
+import numpy as np
+import pytest
+
+from accumtrainer import (
+    Accumulation,
+    Trainer,
+    WeightedLoss,
+    WindowLossTrainer,
+    window_losses,
+)
+from accumtrainer.keras_api import BACKEND, keras, ops
+
+pytestmark = pytest.mark.usefixtures("without_xla")
+
+X = np.random.default_rng(0).normal(size=[8, 3]).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+
+def make_model(*layers):
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.Input([3]), *layers, keras.layers.Dense(1)])
+
+
+def weights_of(model):
+    return [np.asarray(w) for w in model.get_weights()]
+
+
+class Attention(Trainer):
+    """Averages squares with weights that are learnt."""
+
+    others = 0
+
+    def compute_loss(self, batch, info):
+        outputs = self.model(batch.x, training=info.training)
+        weights = ops.sigmoid(outputs)
+        total = ops.sum(weights)
+        mean = ops.sum(weights * ops.square(outputs - batch.y)) / total
+        losses = {"squares": WeightedLoss(mean, total)}
+        for number in range(self.others):
+            nothing = 0.0 * ops.mean(outputs)
+            losses[f"nothing {number}"] = WeightedLoss(nothing, 8.0)
+        return losses
+
+
+@pytest.mark.parametrize("accumulation", [1, Accumulation(micro_batch_size=8)])
+def test_what_a_loss_is_divided_by_has_no_gradient_of_its_own(accumulation):
+    results = []
+    for others in (0, 1):
+        cls = type("Cls", (Attention,), {"others": others})
+        model = make_model()
+        optimizer = keras.optimizers.SGD(0.5)
+        trainer = cls(model, optimizer=optimizer, accumulation=accumulation)
+        trainer.fit(X, Y, batch_size=8, verbose=0)
+        results.append(weights_of(model))
+    for alone, beside in zip(*results, strict=True):
+        np.testing.assert_allclose(alone, beside, rtol=1e-5)
+
+
+class Adds(keras.layers.Layer):
+    """Adds a loss of some shape."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.of = of
+
+    def call(self, x):
+        self.add_loss(self.of(x))
+        return x
+
+
+MEANS = {
+    "in one place": lambda x: ops.reshape(ops.mean(ops.square(x)), [1]),
+    "by features": lambda x: ops.mean(ops.square(x), axis=0),
+}
+
+
+@pytest.mark.parametrize("of", MEANS.values(), ids=MEANS.keys())
+def test_added_mean_is_refused_whatever_its_shape(of):
+    model = make_model(Adds(of))
+    trainer = Trainer(model, optimizer="sgd", loss="mse", accumulation=2)
+    with pytest.raises(ValueError, match="add_loss of"):
+        trainer.fit(X, Y, batch_size=4, verbose=0)
+
+
+@pytest.mark.parametrize("of", MEANS.values(), ids=MEANS.keys())
+def test_added_mean_of_a_whole_batch_is_that_of_keras(of):
+    models = [make_model(Adds(of)), make_model(Adds(of))]
+    for model in models:
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    Trainer(models[0]).fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+    models[1].fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+    for ours, of_keras in zip(*map(weights_of, models), strict=True):
+        np.testing.assert_allclose(ours, of_keras, rtol=1e-5)
+
+
+def test_values_of_each_example_are_added_over_micro_batches():
+    def squares(x):
+        return ops.sum(ops.square(x), axis=-1)
+
+    results = []
+    for accumulation in (1, Accumulation(micro_batch_size=2)):
+        keras.utils.set_random_seed(0)
+        model = make_model(keras.layers.Dense(2), Adds(squares))
+        optimizer = keras.optimizers.SGD(0.01)
+        trainer = Trainer(
+            model, optimizer=optimizer, loss="mse", accumulation=accumulation
+        )
+        trainer.fit(X, Y, batch_size=8, verbose=0)
+        results.append(weights_of(model))
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+@pytest.mark.skipif(
+    BACKEND == "jax", reason="Keras loses masks in `fit` on JAX."
+)
+@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 1)])
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 4])
+def test_weights_of_steps_may_have_an_axis_more_beside_a_mask(
+    shape, micro_batch_size
+):
+    ids = np.array([[1, 2, 0], [3, 0, 0], [1, 2, 3], [2, 0, 0]])
+    weights = np.arange(1.0, 13.0, dtype="float32").reshape(4, 3)
+    y = np.ones([4, 3, 1], "float32")
+
+    def make():
+        keras.utils.set_random_seed(0)
+        layers = keras.layers
+        model = keras.Sequential(
+            [
+                keras.Input([3], dtype="int32"),
+                layers.Embedding(4, 2, mask_zero=True),
+                layers.Dense(1),
+            ]
+        )
+        model.compile(keras.optimizers.SGD(0.5), "mse")
+        return model
+
+    ours, of_keras = make(), make()
+    Trainer(
+        ours, accumulation=Accumulation(micro_batch_size=micro_batch_size)
+    ).fit(
+        ids,
+        y,
+        batch_size=4,
+        sample_weight=weights.reshape(shape),
+        shuffle=False,
+        verbose=0,
+    )
+    of_keras.fit(
+        ids,
+        y,
+        batch_size=4,
+        sample_weight=weights,
+        shuffle=False,
+        verbose=0,
+    )
+    pairs = zip(weights_of(ours), weights_of(of_keras), strict=True)
+    for one, other in pairs:
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+class Centralizes(keras.optimizers.SGD):
+    """Changes gradients where Keras hands them over on TensorFlow."""
+
+    def apply_gradients(self, grads_and_vars):
+        pairs = [(g - ops.mean(g), v) for g, v in grads_and_vars]
+        return super().apply_gradients(pairs)
+
+
+@pytest.mark.skipif(
+    BACKEND != "tensorflow", reason="Keras calls it on TensorFlow alone."
+)
+@pytest.mark.parametrize("jit_compile", [True, False])
+def test_method_of_an_optimizer_that_keras_calls_is_called(jit_compile):
+    models = [make_model(), make_model()]
+    for model in models:
+        model.compile(Centralizes(0.1), "mse")
+    Trainer(models[0], accumulation=2, jit_compile=jit_compile).fit(
+        X, Y, batch_size=4, shuffle=False, verbose=0
+    )
+    models[1].fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+    for ours, of_keras in zip(*map(weights_of, models), strict=True):
+        np.testing.assert_allclose(ours, of_keras, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda e: window_losses.info_nce_loss(e, e),
+        lambda e: window_losses.nt_xent_loss(e, e),
+        lambda e: window_losses.supervised_contrastive_loss(
+            e, ops.zeros([ops.shape(e)[0]], "int32")
+        ),
+    ],
+    ids=["info_nce", "nt_xent", "supervised"],
+)
+def test_embedding_of_zeros_has_a_finite_gradient(loss):
+    class Compares(WindowLossTrainer):
+        def window_loss(self, embeddings, batch, info):
+            return loss(embeddings)
+
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [keras.Input([3]), keras.layers.Dense(2, use_bias=False)]
+    )
+    x = X[:4].copy()
+    x[1] = 0.0
+    trainer = Compares(model, optimizer="sgd", accumulation=2)
+    trainer.fit(x, Y[:4], batch_size=2, shuffle=False, verbose=0)
+    assert trainer.progress.skipped_updates == 0
+    assert np.all(np.isfinite(weights_of(model)[0]))
