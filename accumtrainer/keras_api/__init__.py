@@ -72,6 +72,7 @@ __all__ = [
     "BACKEND",
     "KERAS_NAME",
     "OTHER_KERAS_NAME",
+    "by_path",
     "check_feature",
     "check_loss_support",
     "check_replica_support",

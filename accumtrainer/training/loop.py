@@ -88,7 +88,7 @@ class FitLoop:
         self._first_epoch = options.initial_epoch
         self._has_run_out = False
         self._first_items: Any = None
-        self._coming: Iterator[Any] | None = None
+        self._coming: Any = None  # a generator, before the first update
 
     def run(self) -> Any:
         """Train until an end is reached; return `keras.callbacks.History`."""

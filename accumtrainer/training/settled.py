@@ -1,6 +1,6 @@
 """What a Trainer is made with, and keeps for good."""
 
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from accumtrainer import errors
 
@@ -23,6 +23,12 @@ class Settled(Generic[T]):
         self._name = name
 
     def __get__(self, instance: Any, owner: type) -> T:
+        if instance is None:
+            return cast(T, self)  # asked for of the class
+        if self._name not in vars(instance):
+            raise AttributeError(
+                f"{owner.__name__!r} object has no attribute {self._name!r}"
+            )
         return vars(instance)[self._name]
 
     def __set__(self, instance: object, value: T) -> None:

@@ -1,5 +1,6 @@
 """Claims about bad arguments of a Trainer: refused before training."""
 
+import inspect
 import types
 
 import pytest
@@ -476,3 +477,8 @@ def test_what_windows_are_made_of_cannot_be_set_later(name, value):
     assert f"{name} must be given when a Trainer is made" in message
     assert f"Received: {name} = {value!r}" in message
     assert getattr(trainer, name) is before
+
+
+def test_what_windows_are_made_of_is_no_attribute_before():
+    assert not hasattr(Trainer.__new__(Trainer), "model")
+    assert inspect.getmembers(Trainer)
