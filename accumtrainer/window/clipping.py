@@ -158,23 +158,18 @@ def finite_norm(
     gradients = [g for g in gradients if 0 not in g.shape]
     norm = global_norm(gradients, backend.sum_of_squares)
     if not gradients:
-        return norm, _is_finite(norm)
+        return norm, ops.isfinite(norm)
 
     def look_again() -> list[Tensor]:
         # Shrunk, the squares of any finite gradients have a finite sum.
         shrunk = global_norm([SHRINK * g for g in gradients])
-        return [shrunk / SHRINK, _is_finite(shrunk)]
+        return [shrunk / SHRINK, ops.isfinite(shrunk)]
 
-    is_finite = _is_finite(norm)
+    is_finite = ops.isfinite(norm)
     norm, is_finite = backend.rarely(
         ops.logical_not(is_finite), look_again, [norm, is_finite]
     )
     return norm, is_finite
-
-
-def _is_finite(norm: Tensor) -> Tensor:
-    # It is not negative, and NaN is less than nothing.
-    return ops.less(norm, math.inf)
 
 
 def _has_few(gradient: Tensor) -> bool:

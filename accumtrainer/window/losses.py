@@ -362,7 +362,7 @@ def added_losses(
             kind = "activity" if ACTIVITY_LOSSES_ARE_MEANS else "sum"
             if type(owner.activity_regularizer) not in SUMS_OF_SAMPLES:
                 value = BareLoss(value, ASSUMED + describe_layer(owner))
-        elif loss.shape and len({samples, loss.shape[0]} - {None}) < 2:
+        elif len(loss.shape) and len({samples, loss.shape[0]} - {None}) < 2:
             kind = "sum"
         else:
             kind, owner = "bare", _owner_of_added(model, loss)

@@ -237,10 +237,11 @@ class TensorFlowBackend(Backend):
         # of its own each time). In a merge call Keras leaves that out.
 
         def apply(_: Any = None) -> None:
-            # As Keras does there, which a user's optimizer may override.
-            optimizer.apply_gradients(
-                list(zip(gradients, variables, strict=True))
-            )
+            pairs = list(zip(gradients, variables, strict=True))
+            if pairs:  # as Keras does there; a user's optimizer may override it
+                optimizer.apply_gradients(pairs)
+            else:
+                optimizer.apply(gradients, variables)
 
         if tf.distribute.has_strategy():
             apply()
