@@ -103,6 +103,7 @@ def test_optimizers_that_a_function_makes_keep_what_they_have():
     momentum = np.asarray(keras.ops.convert_to_numpy(head.momentums[0]))
     model.get_layer("base").trainable = True
     trainer.fit(X, BAD, batch_size=2, verbose=0)  # is skipped
+    assert head.built and len(made.optimizers) == 4
     assert int(head.iterations) == 4
     assert len([one for one in made.optimizers if one.built]) == 4
     np.testing.assert_array_equal(
