@@ -47,7 +47,7 @@ class Accumulation(PlainOptions):
             micro-batch. A whole number of at least 1, or a dict
             `{first_epoch: steps}` that contains epoch 0, or a function that
             gets the number of updates made and returns the steps of the next
-            window.
+            window; it may be asked twice for the same one.
         micro_batch_size: samples per micro-batch; every loader batch is one
             update, sliced into micro-batches of that many samples. `"auto"`
             takes the most that fit into memory, of sizes which are about
