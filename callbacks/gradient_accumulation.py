@@ -27,7 +27,8 @@ class GradientAccumulation(Callback):
 
     Args:
         steps: batches per update, as for `Accumulation`: a number, a dict
-            `{first_epoch: steps}` or a function of the updates made.
+            `{first_epoch: steps}` or a function of the updates made, which
+            is given `optimizer.iterations`.
         combine: `"exact"` gives the gradient of the window as one batch;
             `"mean"` the plain mean of micro-batch gradients; `"sum"` their
             sum.

@@ -394,7 +394,8 @@ class FitAccumulator(Hooks):
     def _steps_of_window(self) -> int:
         updates = 0
         if callable(self.accumulation.steps):
-            updates = self.progress.updates
+            # This is what comes back with a model that `fit` goes on with.
+            updates = as_number(self._fit_state.read(self.optimizer.iterations))
         return self.accumulation.steps_at(self._epoch, updates)
 
     def _fill_window(self, group: Group, closes: bool) -> None:

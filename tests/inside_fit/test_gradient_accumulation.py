@@ -152,6 +152,29 @@ def test_steps_can_change_by_epoch():
     assert callback.progress.epochs == 2
 
 
+def test_function_of_the_updates_goes_on_with_a_restored_model(tmp_path):
+    class Broken(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                raise RuntimeError("torn")
+
+    def fit(*callbacks):
+        model = mlp()
+        accumulation = GradientAccumulation(lambda updates: 1 + updates // 3)
+        callbacks = [accumulation, *callbacks]
+        return model, model.fit(X, Y, epochs=2, callbacks=callbacks, **ORDER)
+
+    def backup():
+        return keras.callbacks.BackupAndRestore(tmp_path)
+
+    expected, _ = fit()
+    with pytest.raises(RuntimeError, match="torn"):
+        fit(backup(), Broken())
+    model, history = fit(backup())
+    assert history.epoch == [1]
+    assert_same_weights(model, expected)
+
+
 def test_clocks_move_once_per_update():
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay(
         [1], [0.1, 0.0]
