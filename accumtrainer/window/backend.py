@@ -126,6 +126,18 @@ class Traced(NamedTuple):
     fixes_sizes: bool = True
 
 
+def dtype_of_sum(number: Variable | Tensor) -> str:
+    """Say in what numbers gradients are added up.
+
+    Args:
+        number: a gradient, or the variable it is of.
+
+    Returns:
+        `"float32"`, or `"complex64"` for complex ones.
+    """
+    return "complex64" if "complex" in str(number.dtype) else "float32"
+
+
 class WindowBackend(abc.ABC):
     """The functions that windows are computed with.
 
@@ -183,16 +195,16 @@ class WindowBackend(abc.ABC):
         """
 
     def full_like(self, variable: Variable, number: float) -> Tensor:
-        """Make a tensor, float32, of a variable's shape and of one number."""
-        return ops.full(variable.shape, number, "float32")
+        """Begin a sum of a variable's gradients with one number throughout."""
+        return ops.full(variable.shape, number, dtype_of_sum(variable))
 
     def add(self, total: Tensor, gradient: Tensor) -> Tensor:
-        """Return the sum, float32, of a tensor and a gradient."""
-        return total + ops.cast(gradient, "float32")
+        """Return a sum of gradients to which one is added."""
+        return total + ops.cast(gradient, dtype_of_sum(gradient))
 
     @abc.abstractmethod
     def add_to(self, variable: Variable, gradient: Tensor) -> None:
-        """Add a gradient to a float32 variable."""
+        """Add a gradient to a variable that holds a sum of such."""
 
     def sum_of_squares(self, gradient: Tensor) -> Tensor:
         """Add up the squares of a tensor, float32."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.types import Tensor
-from accumtrainer.window.backend import WindowBackend
+from accumtrainer.window.backend import WindowBackend, dtype_of_sum
 
 FEW = 4_096
 """Numbers of a gradient that are squared together with those of others.
@@ -133,6 +133,7 @@ def global_norm(
     """
     if not gradients:
         return ops.zeros((), "float32")
+    gradients = list(map(_real, gradients))
     few = [ops.reshape(g, [-1]) for g in gradients if _has_few(g)]
     if len(few) > 1:
         many = [gradient for gradient in gradients if not _has_few(gradient)]
@@ -170,6 +171,13 @@ def finite_norm(
         ops.logical_not(is_finite), look_again, [norm, is_finite]
     )
     return norm, is_finite
+
+
+def _real(gradient: Tensor) -> Tensor:
+    """Put the parts of complex numbers side by side."""
+    if dtype_of_sum(gradient) == "float32":
+        return gradient
+    return ops.stack([ops.real(gradient), ops.imag(gradient)])
 
 
 def _has_few(gradient: Tensor) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 
 from accumtrainer.keras_api import is_overwritten, ops
 from accumtrainer.keras_api.types import Tensor
+from accumtrainer.window.backend import dtype_of_sum
 from accumtrainer.window.hooks import Info
 from accumtrainer.window.parts import WindowParts
 
@@ -60,7 +61,7 @@ class Gradients:
     def zeros(self) -> list[Tensor]:
         """Make gradients of nothing, float32."""
         return [
-            ops.zeros(v.shape, "float32")
+            ops.zeros(v.shape, dtype_of_sum(v))
             for v in self._model.trainable_variables
         ]
 
@@ -107,7 +108,7 @@ class Gradients:
             if g is None
             or position in self.overwritten
             or (positions is not None and position not in positions)
-            else ops.cast(g, "float32") * factor
+            else times(ops.cast(g, dtype_of_sum(g)), factor)
             for position, g in enumerate(gradients)
         ]
 
@@ -130,6 +131,13 @@ class Gradients:
                 zip(gradients, hook(shown, info), strict=True)
             )
         ]
+
+
+def times(gradient: Tensor, factor: Tensor) -> Tensor:
+    """Multiply a gradient by a scalar, float32."""
+    if dtype_of_sum(gradient) != "float32":
+        factor = ops.cast(factor, gradient.dtype)
+    return gradient * factor
 
 
 def uses(gradients: Sequence[Tensor | None]) -> Uses:

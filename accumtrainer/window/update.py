@@ -6,7 +6,7 @@ from typing import Any
 from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.types import Tensor
 from accumtrainer.window.clipping import finite_norm
-from accumtrainer.window.gradients import Uses
+from accumtrainer.window.gradients import Uses, times
 from accumtrainer.window.hooks import Info, collect_logs
 from accumtrainer.window.loss_scale import next_scale
 from accumtrainer.window.numbers import Sums
@@ -389,4 +389,4 @@ def _divide(sums: list[Tensor], divisor: Tensor | None) -> list[Tensor]:
     if divisor is None:
         return sums
     factor = ops.divide_no_nan(1.0, divisor)
-    return [total * factor for total in sums]
+    return [times(total, factor) for total in sums]

@@ -6,6 +6,7 @@ from typing import Any
 
 from accumtrainer.keras_api import keras, ops
 from accumtrainer.keras_api.types import Tensor, Variable
+from accumtrainer.window.backend import dtype_of_sum
 from accumtrainer.window.gradients import Gradients
 from accumtrainer.window.objective import (
     is_random_state,
@@ -250,7 +251,7 @@ class WindowVariables:
             keras.Variable(
                 _filled_with(self._gradients.least(position)),
                 shape=v.shape,
-                dtype="float32",
+                dtype=dtype_of_sum(v),
                 trainable=False,
                 name=f"accumulator_{position}",
             )

@@ -39,7 +39,7 @@ from accumtrainer.steps.tensorflow.replicas import (
     outside_of_strategies,
 )
 from accumtrainer.steps.tensorflow.squares import is_worth_a_loop, sum_in_rows
-from accumtrainer.window.backend import Traced
+from accumtrainer.window.backend import Traced, dtype_of_sum
 
 
 class TensorFlowBackend(Backend):
@@ -205,7 +205,7 @@ class TensorFlowBackend(Backend):
         self._indices.check(was_applied)
 
     def add(self, total: Tensor, gradient: Tensor) -> Tensor:
-        gradient = _in_float32(gradient)
+        gradient = _to_be_added(gradient)
         if isinstance(gradient, tf.IndexedSlices):
             return tf.tensor_scatter_nd_add(
                 total, gradient.indices[:, None], gradient.values
@@ -213,7 +213,7 @@ class TensorFlowBackend(Backend):
         return total + gradient
 
     def add_to(self, variable: Variable, gradient: Tensor) -> None:
-        gradient = _in_float32(gradient)
+        gradient = _to_be_added(gradient)
         if isinstance(gradient, tf.IndexedSlices):
             variable.value.scatter_add(gradient)
         else:
@@ -423,10 +423,11 @@ def _has_copies(variables: list[Variable]) -> bool:
     )
 
 
-def _in_float32(gradient: Tensor) -> Tensor:
-    if gradient.dtype == tf.float32:
+def _to_be_added(gradient: Tensor) -> Tensor:
+    dtype = dtype_of_sum(gradient)
+    if gradient.dtype == dtype:
         return gradient
-    return tf.cast(tf.convert_to_tensor(gradient), tf.float32)
+    return tf.cast(tf.convert_to_tensor(gradient), dtype)
 
 
 def _present(nest: Nest) -> list[Any]:

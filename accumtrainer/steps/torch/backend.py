@@ -53,7 +53,7 @@ from accumtrainer.steps.torch.seeds import (
 from accumtrainer.steps.torch.squares import MANY, sum_in_rows
 from accumtrainer.steps.torch.tensors import default_device, to_tensor
 from accumtrainer.steps.torch.trials import Trial, UnwatchedTrial
-from accumtrainer.window.backend import Traced
+from accumtrainer.window.backend import Traced, dtype_of_sum
 
 IS_PROFILING = "_is_profiler_enabled"
 """What tells whether a profiler is running; it has no public name."""
@@ -256,7 +256,8 @@ class TorchBackend(Backend):
 
     def full_like(self, variable: Variable, number: float) -> Tensor:
         # A sum lies as what is added to it does.
-        return torch.full_like(variable.value, number, dtype=torch.float32)
+        dtype = getattr(torch, dtype_of_sum(variable))
+        return torch.full_like(variable.value, number, dtype=dtype)
 
     def add_to(self, variable: Variable, gradient: Tensor) -> None:
         variable.value.add_(gradient)
