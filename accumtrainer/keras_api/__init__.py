@@ -8,6 +8,7 @@ functions at the end of this file, each with its reason;
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -168,17 +169,11 @@ def noting_activity(model: Model) -> Iterator[Callable[[], list[Tensor]]]:
     }
     places: dict[Layer, list[int]] = {layer: [] for layer in regularizers}
 
-    def noting(
-        layer: Layer, regularizer: Callable[[Tensor], Tensor]
-    ) -> Callable[[Tensor], Tensor]:
-        def regularize(output: Tensor) -> Tensor:
-            place = len(layer._get_own_losses())
-            # A new call of the model begins with no losses.
-            before = [known for known in places[layer] if known < place]
-            places[layer] = [*before, place]
-            return regularizer(output)
-
-        return regularize
+    def note(layer: Layer) -> None:
+        place = len(layer._get_own_losses())
+        # A new call of the model begins with no losses.
+        before = [known for known in places[layer] if known < place]
+        places[layer] = [*before, place]
 
     def noted() -> list[Tensor]:
         own = {layer: layer._get_own_losses() for layer in places}
@@ -186,11 +181,27 @@ def noting_activity(model: Model) -> Iterator[Callable[[], list[Tensor]]]:
 
     try:
         for layer, regularizer in regularizers.items():
-            layer.activity_regularizer = noting(layer, regularizer)
+            noting = functools.partial(note, layer)
+            layer.activity_regularizer = _Telling(regularizer, noting)
         yield noted
     finally:
         for layer, regularizer in regularizers.items():
             layer.activity_regularizer = regularizer
+
+
+class _Telling:
+    """A regularizer that tells when it is called, and is else as it was."""
+
+    def __init__(self, regularizer: Any, tell: Callable[[], None]):
+        self._regularizer = regularizer
+        self._tell = tell
+
+    def __call__(self, output: Tensor) -> Tensor:
+        self._tell()
+        return self._regularizer(output)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._regularizer, name)
 
 
 def overrides(model: Any, name: str) -> bool:

@@ -196,6 +196,7 @@ class Hooks:
     loss_scale: Any
     rng: Any
     has_window_loss = False
+    _model_losses = 0  # how often `compute_loss` of the model was called
     _context: HookContext  # a name that a subclass would not take
 
     def on_micro_batch(self, batch: Batch, info: Info) -> Batch:
@@ -351,20 +352,19 @@ class Hooks:
 
     def overrides(self, name: str) -> bool:
         """Whether a subclass has its own version of a hook."""
-        return getattr(type(self), name) is not getattr(Hooks, name)
+        hook = getattr(self, name)
+        return getattr(hook, "__func__", hook) is not getattr(Hooks, name)
 
     def _model_loss(
         self, batch: Batch, outputs: Nest, info: Info
     ) -> WeightedLoss:
-        arguments = {
-            "x": batch.x,
-            "y": batch.y,
-            "y_pred": outputs,
-            "sample_weight": batch.sample_weight,
-        }
-        if takes_argument(self.model.compute_loss, "training"):
-            arguments["training"] = info.training
-        loss = self.model.compute_loss(**arguments)
+        model = self.model
+        mode: dict[str, bool] = {}
+        if takes_argument(model.compute_loss, "training"):
+            mode["training"] = info.training
+        self._model_losses += 1
+        x, y, weight = batch
+        loss = model.compute_loss(x, y, outputs, weight, **mode)
         if not isinstance(loss, WeightedLoss):
             loss = BareLoss(loss, f"{type(self.model).__name__}.compute_loss")
         return replace(self._known_weight(loss, batch), outputs=outputs)
@@ -420,11 +420,8 @@ def _unused(name: str, names: Collection[str]) -> str:
 
 
 def takes_argument(function: Callable[..., Any], name: str) -> bool:
-    """Tell whether a function can be called with a keyword argument."""
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(
-        p.kind is p.VAR_KEYWORD for p in parameters.values()
-    )
+    """Tell whether a function names an argument; Keras asks no more."""
+    return name in inspect.signature(function).parameters
 
 
 def check_batch(given: Any, returned: Any) -> None:

@@ -296,7 +296,7 @@ def _own_weights(weights: Tensor | None, y_pred: Tensor) -> Tensor | None:
     if weights is None:
         return None
     mask = keras_mask(y_pred)
-    if mask is None:
+    if mask is None or len(mask.shape) == 1:
         return ops.copy(weights)
     if len(weights.shape) + 1 == len(mask.shape):
         weights = ops.expand_dims(weights, -1)
@@ -331,27 +331,24 @@ def _first_leaf(nest: Nest) -> Tensor:
 
 
 def added_losses(
-    model: Model,
-    of_activity: Iterable[Tensor] = (),
-    samples: int | None = None,
+    model: Model, of_activity: Iterable[Tensor] = ()
 ) -> tuple[list[tuple[str, Any]], Tensor | None]:
     """Collect what layers added to the loss in the last call of a model.
 
     Activity regularizers are means over samples where Keras divides them by
     the batch size, if they are sums; of Keras's L1 and L2 that is known. What
-    is given to `add_loss` is summed by Keras: values of each example, or else
-    it says nothing about what it was averaged over, as a scalar.
+    is given to `add_loss` is summed by Keras. A scalar says nothing about what
+    it was averaged over; several values may be those of each example.
 
     Args:
         model: `keras.Model` that has just been called.
         of_activity: those that activity regularizers added.
-        samples: how many examples it was called with, if that is known.
 
     Returns:
         Pair: list of `(kind, scalar tensor)` with kind `"activity"` or
         `"sum"`, or of `(kind, BareLoss)` where that is a guess or kind is
-        `"bare"`; and the weight regularization, a scalar tensor, or `None`
-        where there is none.
+        `"bare"` or `"several"`; and the weight regularization, a scalar
+        tensor, or `None` where there is none.
     """
     added, penalties = losses_of_layers(model)
     activity, kinds = set(map(id, of_activity)), []
@@ -362,10 +359,9 @@ def added_losses(
             kind = "activity" if ACTIVITY_LOSSES_ARE_MEANS else "sum"
             if type(owner.activity_regularizer) not in SUMS_OF_SAMPLES:
                 value = BareLoss(value, ASSUMED + describe_layer(owner))
-        elif len(loss.shape) and len({samples, loss.shape[0]} - {None}) < 2:
-            kind = "sum"
         else:
-            kind, owner = "bare", _owner_of_added(model, loss)
+            kind = "several" if len(loss.shape) else "bare"
+            owner = _owner_of_added(model, loss)
             value = BareLoss(value, f"add_loss of {describe_layer(owner)}")
         kinds.append((kind, value))
     return kinds, _sum_scalars([_as_scalar(v) for v in penalties])

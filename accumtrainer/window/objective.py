@@ -24,6 +24,7 @@ from accumtrainer.window.losses import (
     known_length,
 )
 from accumtrainer.window.numbers import Sums
+from accumtrainer.window.reducing import grow_with_examples
 from accumtrainer.window.state import RunningSums, Scratch
 from accumtrainer.window.weighing import window_means
 
@@ -78,7 +79,6 @@ class Objective:
         self._hooks = hooks
         model = hooks.model
         context, overrides = context_of(hooks), hooks.overrides("compute_loss")
-        self._adds_losses = overrides or not context.model_computes_loss
         self._lacks_a_loss = context.compiled_loss is None and not (
             overrides or context.model_computes_loss
         )
@@ -101,18 +101,27 @@ class Objective:
             updates_metrics: whether not somebody else does.
         """
         compute_loss = compute_loss or self._hooks.compute_loss
+        model_losses = self._hooks._model_losses
         with noting_activity(self._model) as of_activity:
             losses = _as_losses(compute_loss(batch, info))
         outputs = _outputs(losses)
         samples = count_samples(batch.x)
         regularization = None
-        if self._adds_losses:
-            added, regularization = added_losses(
-                self._model, of_activity(), known_length(batch.x)
-            )
+        # A model's own loss has what its layers add in it.
+        if self._hooks._model_losses == model_losses:
+            added, regularization = added_losses(self._model, of_activity())
             is_nothing = not added and regularization is None
             if is_nothing and info.training and self._lacks_a_loss:
                 raise ValueError(errors.NO_LOSS)
+            if any(kind == "several" for kind, _ in added):
+                if self.expected is None:
+                    are_sums = grow_with_examples(
+                        self._model, batch, lambda b: compute_loss(b, info)
+                    )
+                else:
+                    expected = self.expected[len(losses) :]
+                    are_sums = [loss.is_sum for loss in expected]
+                added = _tell_apart(added, are_sums)
             losses += self._weigh_added(added, batch, samples)
         outputs = outputs if self._has_metrics else None
         if updates_metrics:
@@ -172,6 +181,26 @@ class Objective:
                 )
             )
         return losses
+
+
+def _tell_apart(
+    added: list[tuple[str, Any]], are_sums: list[bool]
+) -> list[tuple[str, Any]]:
+    """Say which losses of several values have them for each example.
+
+    Args:
+        added: as `added_losses` returns.
+        are_sums: for each of them, if as many are there as shall be.
+    """
+    pairs = zip(added, [*are_sums, *(False for _ in added)], strict=False)
+    return [
+        (kind, value)
+        if kind != "several"
+        else ("sum", value.value)
+        if is_sum
+        else ("bare", value)
+        for (kind, value), is_sum in pairs
+    ]
 
 
 def _warn_of_unread(model: Model, returned: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from keras_core_gaps import keras_3_only
 
 from accumtrainer import (
     Accumulation,
@@ -84,6 +85,27 @@ def test_added_mean_is_refused_whatever_its_shape(of):
         trainer.fit(X, Y, batch_size=4, verbose=0)
 
 
+def test_added_mean_by_features_is_no_sum_where_it_has_as_many_values():
+    """Three features, and micro-batches of three samples or a tail of two."""
+    results = []
+    for steps, size in ((1, 6), (2, 3), (3, 2)):
+        keras.utils.set_random_seed(0)
+        model = make_model(keras.layers.Dense(3), Adds(MEANS["by features"]))
+        trainer = Trainer(
+            model,
+            optimizer=keras.optimizers.SGD(0.1),
+            loss="mse",
+            accumulation=steps,
+            denominator="samples",
+        )
+        options = {"batch_size": size, "shuffle": False, "verbose": 0}
+        trainer.fit(X[:8], Y[:8], **options)
+        results.append(weights_of(model))
+    for other in results[1:]:
+        for one, another in zip(results[0], other, strict=True):
+            np.testing.assert_allclose(one, another, rtol=1e-5)
+
+
 @pytest.mark.parametrize("of", MEANS.values(), ids=MEANS.keys())
 def test_added_mean_of_a_whole_batch_is_that_of_keras(of):
     models = [make_model(Adds(of)), make_model(Adds(of))]
@@ -95,10 +117,16 @@ def test_added_mean_of_a_whole_batch_is_that_of_keras(of):
         np.testing.assert_allclose(ours, of_keras, rtol=1e-5)
 
 
-def test_values_of_each_example_are_added_over_micro_batches():
-    def squares(x):
-        return ops.sum(ops.square(x), axis=-1)
-
+@pytest.mark.parametrize(
+    "squares",
+    [
+        lambda x: ops.sum(ops.square(x), axis=-1),
+        lambda x: ops.reshape(ops.square(x), [-1]),
+        lambda x: ops.transpose(ops.square(x)),
+    ],
+    ids=["a number each", "several each", "features first"],
+)
+def test_values_of_each_example_are_added_over_micro_batches(squares):
     results = []
     for accumulation in (1, Accumulation(micro_batch_size=2)):
         keras.utils.set_random_seed(0)
@@ -110,6 +138,49 @@ def test_values_of_each_example_are_added_over_micro_batches():
         trainer.fit(X, Y, batch_size=8, verbose=0)
         results.append(weights_of(model))
     for one, other in zip(*results, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+class MasksExamples(keras.layers.Layer):
+    """Masks examples whole: those that are all zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.supports_masking = True
+
+    def compute_mask(self, inputs, previous_mask=None):
+        del previous_mask
+        return ops.any(inputs != 0, axis=(1, 2))
+
+    def call(self, inputs):
+        return inputs
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
+def test_weights_may_have_an_axis_more_than_a_mask_of_examples(
+    micro_batch_size,
+):
+    x = np.random.default_rng(0).normal(size=[4, 2, 3]).astype("float32")
+    x[1] = 0
+    y = x.sum(axis=2)
+    weights = np.array([[1.0], [2.0], [3.0], [4.0]], "float32")
+
+    def make(*layers):
+        keras.utils.set_random_seed(0)
+        dense = keras.layers.Dense(1, use_bias=False)
+        model = keras.Sequential([keras.Input([2, 3]), dense, *layers])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    order = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    ours, of_keras = make(MasksExamples()), make()
+    accumulation = Accumulation(micro_batch_size=micro_batch_size)
+    trainer = Trainer(ours, accumulation=accumulation)
+    trainer.fit(x, y, sample_weight=weights, **order)
+    # Keras loses masks on JAX; three of four examples count.
+    counted = weights[:, 0] * np.array([4, 0, 4, 4]) / 3
+    of_keras.fit(x, y, sample_weight=counted, **order)
+    for one, other in zip(*map(weights_of, (ours, of_keras)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
@@ -211,3 +282,66 @@ def test_embedding_of_zeros_has_a_finite_gradient(loss):
     trainer.fit(x, Y[:4], batch_size=2, shuffle=False, verbose=0)
     assert trainer.progress.skipped_updates == 0
     assert np.all(np.isfinite(weights_of(model)[0]))
+
+
+class NamesItsOwn(keras.Sequential):
+    """Computes its loss as Keras does, of arguments of other names."""
+
+    def compute_loss(self, inputs, targets, outputs, weights=None, **others):
+        del others
+        return super().compute_loss(inputs, targets, outputs, weights)
+
+
+class Watched(Trainer):
+    """Only looks at the loss."""
+
+    def compute_loss(self, batch, info):
+        loss = super().compute_loss(batch, info)
+        self.log("seen", loss.mean)
+        return loss
+
+
+@keras_3_only("names the arguments when it calls compute_loss")
+@pytest.mark.parametrize("trainer", [Trainer, Watched])
+def test_loss_of_a_model_that_is_only_watched_is_the_same(trainer):
+    def make():
+        keras.utils.set_random_seed(0)
+        dense = keras.layers.Dense(1, kernel_regularizer="l2")
+        model = NamesItsOwn([keras.Input([3]), dense])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    order = {"batch_size": 8, "verbose": 0}
+    ours, of_keras = make(), make()
+    accumulation = Accumulation(micro_batch_size=4)
+    trainer = trainer(ours, accumulation=accumulation, denominator="samples")
+    trainer.fit(X, Y, **order)
+    of_keras.fit(X, Y, **order)
+    for one, other in zip(*map(weights_of, (ours, of_keras)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+def test_model_is_told_of_training_where_it_names_that():
+    class Takes(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+            self.told = []
+
+        def call(self, x, **others):
+            self.told += list(others)
+            return self.dense(x)
+
+    model = Takes()
+    Trainer(model, optimizer="sgd", loss="mse").fit(X, Y, verbose=0)
+    assert "training" not in model.told
+
+
+def test_hook_may_belong_to_one_trainer():
+    model = make_model()
+    trainer = Trainer(model, optimizer="sgd", loss="mse")
+    trainer.on_apply = lambda gradients, info: [0.0 * g for g in gradients]
+    before = weights_of(model)
+    trainer.fit(X, Y, verbose=0)
+    for one, other in zip(before, weights_of(model), strict=True):
+        np.testing.assert_array_equal(one, other)
