@@ -62,7 +62,7 @@ class Trainer(Answers):
         run_eagerly: run everything as plain Python, for debugging; done too
             where the model was compiled so, or the backend is told so.
         callbacks: list of callbacks, Keras's or ours, for every `fit`.
-        seed: int for shuffling and `self.rng`; `None` draws one.
+        seed: int for shuffling and `self.rng`; `None` draws one, as Keras does.
         **others: refused; the error says what replaces them.
 
     Raises:

@@ -6,12 +6,11 @@ compiles it in its own way: what it has settled then is known only afterwards.
 """
 
 import inspect
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
-
-import numpy as np
 
 from accumtrainer import errors
 from accumtrainer.config import Accumulation, LossScale
@@ -385,8 +384,12 @@ def check_loss(arguments: dict[str, Any]) -> None:
 
 
 def draw_seed(backend: Backend) -> int:
-    """Draw a seed, the same in all processes."""
-    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    """Draw a seed, the same in all processes.
+
+    It is drawn as Keras draws those of its layers, so that
+    `keras.utils.set_random_seed` settles it too.
+    """
+    seed = random.getrandbits(32)
     if backend.replicas.processes == 1:
         return seed
     # In two parts, which float32 holds exactly.

@@ -16,7 +16,7 @@ from linear import (
     weights_of,
 )
 
-from accumtrainer import Accumulation, DataError
+from accumtrainer import Accumulation, DataError, Trainer
 from accumtrainer.keras_api import keras
 
 pytestmark = pytest.mark.usefixtures("without_xla")
@@ -203,6 +203,16 @@ def test_class_weight_weighs_the_samples_of_a_class():
     by_hand, _ = make_trainer(model_of_labels(), loss=loss)
     fit(by_hand, y=LABELS, sample_weight=np.where(LABELS == 1, 3.0, 0.5))
     assert_same_weights(weighted.model, by_hand.model, rtol=0, atol=0)
+
+
+def test_order_of_a_trainer_without_a_seed_is_settled_as_in_keras():
+    results = []
+    for seed in (1, 1, 2):
+        model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+        keras.utils.set_random_seed(seed)
+        trainer = Trainer(model, optimizer="sgd", loss="mse")
+        results.append(trainer.seed)
+    assert results[0] == results[1] != results[2]
 
 
 def test_shuffling_depends_on_the_seed_alone():
