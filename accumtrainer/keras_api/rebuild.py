@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from accumtrainer.keras_api import keras, optimizers_of
+from accumtrainer.keras_api import keras, ops, optimizers_of
 from accumtrainer.keras_api.types import Optimizer, Variable
 
 
@@ -70,7 +70,9 @@ def begin_averages(optimizer: Optimizer) -> None:
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     for one in optimizers_of(inner)[1]:
-        if one.built and one.use_ema and not int(one.iterations):
+        if not (one.built and one.use_ema):
+            continue
+        if not int(ops.convert_to_numpy(one.iterations)):
             for variable, average in _averaged(one):
                 _copy(variable, average)
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch
+from accumtrainer.keras_api.rebuild import begin_averages
 from accumtrainer.keras_api.types import Variable
 from accumtrainer.saving.snapshot import (
     Snapshot,
@@ -59,6 +60,11 @@ class LastingState:
         signature = self._program.survey.signature
         self._examples.setdefault(signature, blank(micro_batch))
         self.settle_streams()
+
+    def begin_averages(self) -> None:
+        """Begin averages of weights with the weights, before any update."""
+        with self._scope():
+            begin_averages(self._window_parts.hooks.optimizer)
 
     @property
     def examples_of_epoch(self) -> list[Batch]:

@@ -13,7 +13,6 @@ from accumtrainer.data.batches import Window, window_of_batches
 from accumtrainer.data.position import Position
 from accumtrainer.data.source import Source, groups
 from accumtrainer.keras_api import take_initial_epoch
-from accumtrainer.keras_api.rebuild import begin_averages
 from accumtrainer.observers.dispatcher import Dispatcher
 from accumtrainer.observers.logs import Logs
 from accumtrainer.progress import Progress
@@ -100,7 +99,7 @@ class FitLoop:
         self._validated = self._start.validated
         self._clock.start(self._start.seconds)
         upcoming = self._prepare()
-        begin_averages(trainer.optimizer)
+        self._engine.lasting.begin_averages()
         self._clock.start(self._start.seconds)  # compiling does not count
         with self._interruption.deferred(), self._dispatcher.training():
             self._callback_states = CallbackStates(self._dispatcher.callbacks)

@@ -81,6 +81,18 @@ def test_optimizers_of_groups_step_on_replicas_as_on_one_device(rng):
     )
 
 
+def test_averages_of_weights_are_those_of_one_device(rng):
+    assert_same_training(
+        make_mlp,
+        *targets(rng, 48),
+        2,
+        optimizer=lambda: keras.optimizers.SGD(
+            0.05, use_ema=True, ema_momentum=0.5
+        ),
+        fit={"batch_size": 24},
+    )
+
+
 @pytest.mark.filterwarnings("ignore:Layer InputLayer does not have")
 def test_replicas_assign_the_scales_of_float8_as_one_device(rng):
     def make_model():
