@@ -355,12 +355,14 @@ class Engine:
         self, window: Window, sizes: Sequence[int] | None = None
     ) -> MemoryPlan:
         """Predict what micro-batches of several sizes take."""
-        return make_memory_plan(
+        plan = make_memory_plan(
             window,
             sizes,
             replicas=self.replicas.count,
             predict=self._step.peak_bytes,
         )
+        self.write_back()  # or what is loaded next would be lost
+        return plan
 
     def check_equivalence(
         self, window: Window, whole: Window, tolerance: float

@@ -79,6 +79,27 @@ def test_metrics_are_current_after_an_error_amid_an_evaluation(trainer):
     assert 4 in counts
 
 
+LOOKS = {
+    "evaluate": lambda trainer, x, y: trainer.evaluate(x, y, verbose=0),
+    "check": lambda trainer, x, y: trainer.check_equivalence((x, y)),
+    "plan": lambda trainer, x, y: trainer.memory_plan((x, y), [2]),
+    "snapshot": lambda trainer, x, y: trainer.snapshot(),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_weights_that_are_set_after_a_look_are_trained(look):
+    trainer = small_trainer()
+    trainer.optimizer.learning_rate = 0.0
+    x, y = np.ones([4, 3], "float32"), np.ones([4, 1], "float32")
+    LOOKS[look](trainer, x, y)
+    loaded = [np.full(w.shape, 0.5) for w in trainer.model.get_weights()]
+    trainer.model.set_weights(loaded)
+    trainer.train_on_batch(x, y)
+    for variable in trainer.model.trainable_variables:
+        assert np.all(keras.ops.convert_to_numpy(variable) == 0.5)
+
+
 def test_model_is_current_after_too_many_skipped_batches():
     trainer = small_trainer(max_consecutive_skips=1)
     x, y = np.full([4, 3], np.nan, "float32"), np.ones([4, 1], "float32")
