@@ -10,6 +10,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from accumtrainer.keras_api import keras, ops, optimizers_of
 from accumtrainer.keras_api.types import Optimizer, Variable
 
@@ -58,28 +60,63 @@ def _chosen_as_before(
 AVERAGES = "_model_variables_moving_average"
 """Where an optimizer with `use_ema` has averages, which it begins as zeros."""
 
+COPIES = "_copies_of_weights"
+"""Where `build` notes the other attributes that begin as the weights."""
+
+
+def build(optimizer: Optimizer, variables: list[Variable]) -> None:
+    """Build an optimizer, and note what it has copied; see `begin_averages`.
+
+    Args:
+        optimizer: is not built.
+        variables: those to be updated.
+    """
+    optimizer.build(variables)
+    for one in optimizers_of(optimizer)[1]:
+        slots = _slots(one) if one.built else {}
+        copies = {name for name, s in slots.items() if _are_copies(one, s)}
+        if copies:
+            setattr(one, COPIES, frozenset(copies))
+
 
 def begin_averages(optimizer: Optimizer) -> None:
-    """Begin averages of weights with the weights, before the first update.
+    """Begin averages and copies of weights as these are at the first update.
 
-    Keras has that update write over them. Where none is made, as after losses
-    of NaN, the model's weights would become the zeros when training ends.
+    Keras has that update write over the averages. Where none is made, as after
+    losses of NaN, the model's weights would become the zeros when training
+    ends. What `build` has copied is of weights that may have been loaded over
+    since, where it was called to find something out before training.
 
     Args:
         optimizer: is built.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     for one in optimizers_of(inner)[1]:
-        if not (one.built and one.use_ema):
+        if not one.built or int(ops.convert_to_numpy(one.iterations)):
             continue
-        if not int(ops.convert_to_numpy(one.iterations)):
-            for variable, average in _averaged(one):
-                _copy(variable, average)
+        copies = {AVERAGES} | getattr(one, COPIES, frozenset())
+        for name, slots in _slots(one).items():
+            if name in copies:
+                for variable, slot in zip(
+                    one._trainable_variables, slots, strict=True
+                ):
+                    _copy(variable, slot)
 
 
-def _averaged(optimizer: Optimizer) -> list[tuple[Variable, Variable | None]]:
-    averages = getattr(optimizer, AVERAGES)
-    return list(zip(optimizer._trainable_variables, averages, strict=True))
+def _are_copies(optimizer: Optimizer, slots: list[Variable | None]) -> bool:
+    """Whether slots hold the weights, and not a constant as the weights do."""
+    pairs = zip(optimizer._trainable_variables, slots, strict=True)
+    known = [(v, slot) for v, slot in pairs if slot is not None]
+    return all(
+        np.array_equal(_numbers(v), _numbers(slot)) for v, slot in known
+    ) and any(np.any(_numbers(v) != _numbers(v)[:1]) for v, _ in known)
+
+
+def _numbers(variable: Variable) -> np.ndarray:
+    """Read a variable, `[n]`."""
+    # As a tensor first: replicas may hold a value in parts.
+    tensor = ops.convert_to_tensor(variable)
+    return np.ravel(ops.convert_to_numpy(tensor))
 
 
 class _Kept:
@@ -89,6 +126,7 @@ class _Kept:
         self._optimizer = optimizer
         self._variables = list(optimizer._trainable_variables)
         self._attributes = dict(vars(optimizer))
+        self._slots = _slots(optimizer)
 
     def put_back(self) -> None:
         """Put it into what the optimizer has by now."""
@@ -97,29 +135,32 @@ class _Kept:
         before = {id(v): i for i, v in enumerate(self._variables)}
         now = vars(self._optimizer)
         for name, old in self._attributes.items():
-            new: Any = now.get(name)
-            if isinstance(old, keras.Variable) and old is not new:
-                _copy(old, new)
-            if not self._is_by_variable(old):
-                continue
+            if isinstance(old, keras.Variable) and old is not now.get(name):
+                _copy(old, now.get(name))
+        for name, new in _slots(self._optimizer).items():
+            old = self._slots.get(name)
             pairs = zip(self._optimizer._trainable_variables, new, strict=True)
             for variable, slot in pairs:
                 position = before.get(id(variable))
-                if position is not None:
+                if old is not None and position is not None:
                     _copy(old[position], slot)
                 elif name == AVERAGES:
                     _copy(variable, slot)
 
-    def _is_by_variable(self, value: Any) -> bool:
-        """Whether it holds something for each variable that is updated."""
-        return (
-            isinstance(value, list)
-            and bool(value)
-            and value is not self._attributes["_trainable_variables"]
-            and value is not self._attributes["_variables"]
-            and len(value) == len(self._variables)
-            and all(v is None or isinstance(v, keras.Variable) for v in value)
-        )
+
+def _slots(optimizer: Optimizer) -> dict[str, list[Variable | None]]:
+    """List by attribute what it holds for each variable that is updated."""
+    variables = optimizer._trainable_variables
+    return {
+        name: list(value)
+        for name, value in vars(optimizer).items()
+        if isinstance(value, list)
+        and bool(value)
+        and value is not optimizer._trainable_variables
+        and value is not optimizer._variables
+        and len(value) == len(variables)
+        and all(v is None or isinstance(v, keras.Variable) for v in value)
+    }
 
 
 def _copy(old: Any, new: Any) -> None:

@@ -414,6 +414,8 @@ class Engine:
         self.write_back()
         self._in_flight.clear()
         self._begins_epoch = True
+        if self.last_report is None:  # weights may have been loaded since
+            self.lasting.begin_averages()
         self._program.variables.start_epoch(epoch)
 
     def run_window(self, window: Window) -> Report:

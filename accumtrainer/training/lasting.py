@@ -7,7 +7,7 @@ import numpy as np
 
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch
-from accumtrainer.keras_api.rebuild import begin_averages
+from accumtrainer.keras_api.rebuild import begin_averages, build
 from accumtrainer.keras_api.types import Variable
 from accumtrainer.saving.snapshot import (
     Snapshot,
@@ -62,7 +62,7 @@ class LastingState:
         self.settle_streams()
 
     def begin_averages(self) -> None:
-        """Begin averages of weights with the weights, before any update."""
+        """Begin averages and copies of weights, where no update is made."""
         with self._scope():
             begin_averages(self._window_parts.hooks.optimizer)
 
@@ -177,7 +177,7 @@ class LastingState:
         optimizer = self._window_parts.hooks.optimizer
         if not optimizer.built:
             with self._scope():
-                optimizer.build(self._window_parts.model.trainable_variables)
+                build(optimizer, self._window_parts.model.trainable_variables)
         return {
             "model": of_model,
             "optimizer": list(optimizer.variables),

@@ -39,6 +39,7 @@ from typing import Any
 
 from accumtrainer.data.batches import Batch, kind_of, leaves, map_leaves
 from accumtrainer.keras_api import ops
+from accumtrainer.keras_api.rebuild import build
 from accumtrainer.keras_api.types import Nest, Tensor
 from accumtrainer.window.draws import drawing_again
 from accumtrainer.window.gradient_cache import (
@@ -139,7 +140,7 @@ class WindowProgram:
             return
         parts, hooks = self._parts, self._parts.hooks
         if not hooks.optimizer.built:
-            hooks.optimizer.build(parts.model.trainable_variables)
+            build(hooks.optimizer, parts.model.trainable_variables)
         self.variables = WindowVariables(
             parts,
             self.passes.gradients,

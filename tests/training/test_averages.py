@@ -1,4 +1,7 @@
-"""Averages of weights (`use_ema`), which Keras begins as zeros."""
+"""Averages of weights (`use_ema`), which begin as zeros in Keras, and copies.
+
+An optimizer may copy the weights when it is built.
+"""
 
 import numpy as np
 import pytest
@@ -69,6 +72,44 @@ def test_weights_that_were_loaded_since_stay_too():
     fit_by_trainer(model, BAD)
     for now, old in zip(weights_of(model), loaded, strict=True):
         np.testing.assert_array_equal(now, old)
+
+
+LOOKS = {
+    "check": lambda trainer: trainer.check_equivalence((X, Y)),
+    "plan": lambda trainer: trainer.memory_plan((X, Y), [2]),
+    "snapshot": lambda trainer: trainer.snapshot(),
+    "find": lambda trainer: trainer.find_learning_rate(X, Y, 4, updates=2),
+}
+
+UPDATES = {
+    "fit": lambda trainer: trainer.fit(X, Y, batch_size=4, verbose=0),
+    "train_on_batch": lambda trainer: trainer.train_on_batch(X, Y),
+}
+
+
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "ScheduleFreeAdamW"),
+    reason="this version of Keras has no ScheduleFreeAdamW",
+)
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("update", UPDATES)
+def test_optimizer_goes_from_weights_that_were_loaded_since_it_was_built(
+    look, update
+):
+    model = make_model()
+    start = [
+        np.random.default_rng(0).normal(size=w.shape) for w in weights_of(model)
+    ]
+    model.set_weights(start)
+    optimizer = keras.optimizers.ScheduleFreeAdamW(1e-3)
+    trainer = Trainer(model, optimizer=optimizer, loss="mse", accumulation=2)
+    LOOKS[look](trainer)
+    loaded = [weight + 1 for weight in start]
+    model.set_weights(loaded)
+    UPDATES[update](trainer)
+    for now, old in zip(weights_of(model), loaded, strict=True):
+        np.testing.assert_allclose(now, old, atol=0.01)
+        assert np.all(now != old)
 
 
 @pytest.mark.parametrize("fit", [fit_by_trainer, fit_by_keras])
