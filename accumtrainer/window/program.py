@@ -350,7 +350,8 @@ class WindowProgram:
         is_first = ops.equal(index, 0)
         if weighing.needs_totals and totals is not None:
             self.variables.draw_again(is_first)
-        self.variables.keep_start(is_first=is_first)
+        if cached is None:  # else `embed` has, before the window's loss
+            self.variables.keep_start(is_first=is_first)
         share = Share.whole(micro_batches, weighing, totals)
         numbers, gradients = self.passes.run(
             batch, index, share, self.variables.window, cached

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from quickest import JIT_COMPILE
 
-from accumtrainer import Trainer
+from accumtrainer import Trainer, WindowLossTrainer
 from accumtrainer.callbacks import GradientAccumulation
 from accumtrainer.keras_api import keras, ops
 
@@ -298,3 +298,34 @@ def test_infinite_gradient_among_large_ones_is_skipped(value):
     fit(trainer, np.where(np.isnan(BAD), value, HUGE), Y - 1.0)
     assert trainer.progress.skipped_updates == 1
     assert not np.isfinite(trainer.window_logs["gradient_norm"])
+
+
+class NormalizedHead(keras.Model):
+    """Has a part that the loss of a window applies."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.head = keras.layers.BatchNormalization(momentum=0.5)
+        self.head.build([None, 1])
+
+    def call(self, x):
+        return self.dense(x)
+
+
+class OfHead(WindowLossTrainer):
+    def window_loss(self, embeddings, batch, info):
+        outputs = self.model.head(embeddings, training=info.training)
+        return ops.mean(ops.square(outputs - batch.y))
+
+
+@pytest.mark.parametrize("rows", [8, 7], ids=["even", "uneven"])
+@pytest.mark.parametrize("plan", ["fused", "streamed"])
+def test_what_a_window_loss_moves_is_forgotten(use_plan, plan, rows):
+    use_plan(plan)
+    trainer = OfHead(NormalizedHead(), optimizer="sgd", accumulation=4)
+    trainer.train_on_batch(X[:rows], Y[:rows])
+    before = numbers(trainer.model.variables)
+    trainer.train_on_batch(BAD[:rows], Y[:rows])
+    assert trainer.progress.skipped_updates == 1
+    assert_equal(trainer.model.variables, before)
