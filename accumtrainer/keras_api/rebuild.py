@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from accumtrainer.keras_api import keras, ops, optimizers_of
-from accumtrainer.keras_api.types import Optimizer, Variable
+from accumtrainer.keras_api import keras, ops, optimizers_of, strategy_of
+from accumtrainer.keras_api.types import Model, Optimizer, Variable
 
 
 def rebuild(optimizer: Optimizer, variables: list[Variable]) -> None:
@@ -64,14 +64,19 @@ COPIES = "_copies_of_weights"
 """Where `build` notes the other attributes that begin as the weights."""
 
 
-def build(optimizer: Optimizer, variables: list[Variable]) -> None:
+def build(optimizer: Optimizer, model: Model) -> None:
     """Build an optimizer, and note what it has copied; see `begin_averages`.
 
     Args:
         optimizer: is not built.
-        variables: those to be updated.
+        model: whose trainable variables it is to update.
     """
-    optimizer.build(variables)
+    strategy = strategy_of(model)
+    if strategy is not None:
+        # It updates by the strategy in whose scope it was made otherwise.
+        for one in (optimizer, *optimizers_of(optimizer)[1]):
+            one._distribution_strategy = strategy
+    optimizer.build(model.trainable_variables)
     for one in optimizers_of(optimizer)[1]:
         slots = _slots(one) if one.built else {}
         copies = {name for name, s in slots.items() if _are_copies(one, s)}

@@ -61,6 +61,13 @@ class LastingState:
         self._examples.setdefault(signature, blank(micro_batch))
         self.settle_streams()
 
+    def build_optimizer(self) -> None:
+        """Build the optimizer of a built model, if it is not yet."""
+        optimizer = self._window_parts.hooks.optimizer
+        if not optimizer.built:
+            with self._scope():
+                build(optimizer, self._window_parts.model)
+
     def begin_averages(self) -> None:
         """Begin averages and copies of weights, where no update is made."""
         with self._scope():
@@ -174,13 +181,10 @@ class LastingState:
         if self._program is not None:
             return self._program.variables.parts
         of_model = self._of_model()
-        optimizer = self._window_parts.hooks.optimizer
-        if not optimizer.built:
-            with self._scope():
-                build(optimizer, self._window_parts.model.trainable_variables)
+        self.build_optimizer()
         return {
             "model": of_model,
-            "optimizer": list(optimizer.variables),
+            "optimizer": list(self._window_parts.hooks.optimizer.variables),
             "state": self._window_parts.state.variables,
             "tracked": list(self._window_parts.tracked),
         }

@@ -140,7 +140,7 @@ class WindowProgram:
             return
         parts, hooks = self._parts, self._parts.hooks
         if not hooks.optimizer.built:
-            build(hooks.optimizer, parts.model.trainable_variables)
+            build(hooks.optimizer, parts.model)
         self.variables = WindowVariables(
             parts,
             self.passes.gradients,

@@ -168,3 +168,29 @@ def test_scope_of_another_strategy_is_refused(rng):
         ):
             use()
     trainer.fit(x, y, verbose=0)
+
+
+@pytest.mark.parametrize("kind", ["one device", "one mirror", "two devices"])
+def test_optimizer_may_be_made_outside_of_the_scope(rng, kind):
+    x, y = targets(rng, 16)
+    optimizers = [
+        lambda: keras.optimizers.Adam(0.01),
+        keras.optimizers.Adam(0.01),
+    ]
+    trainers = []
+    for make in optimizers:
+        keras.utils.set_random_seed(0)
+        with scope_of_strategy(kind):
+            model = make_mlp()
+            optimizer = make() if make is optimizers[0] else make
+        trainer = Trainer(
+            model,
+            optimizer=optimizer,
+            loss="mse",
+            accumulation=Accumulation(micro_batch_size=4),
+            seed=0,
+            jit_compile=JIT_COMPILE,
+        )
+        trainer.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+        trainers.append(trainer)
+    assert_close(*map(weights_of, trainers))
