@@ -63,9 +63,16 @@ def ramped(optimizer: Optimizer, rates: np.ndarray) -> Iterator[Ramp]:
         rates: `[updates]`.
 
     Raises:
-        ValueError: one of several begins at a rate of 0.
+        ValueError: one of several begins at a rate of 0, or which there are
+            shows only as they are built.
     """
     is_one, members = optimizers_of(optimizer)
+    if not members:
+        raise ValueError(
+            "find_learning_rate must be called for a built model where a "
+            "function chooses the optimizers. Received: a MultiOptimizer that "
+            "has none yet. Call the model on a batch first."
+        )
     shares = [1.0] if is_one else _shares(members)
     assigned, put_back = [], []
     try:

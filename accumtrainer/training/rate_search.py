@@ -93,6 +93,9 @@ def search_rate(
     """
     engine.follow_model()
     engine.write_back()
+    if trainer.model.built:
+        # A function may make the optimizers of a `MultiOptimizer` only then.
+        engine.lasting.build_optimizer()
     aside = engine.aside()
     how_long = FitOptions(max_updates=options.updates)
     source, validation = data.open(

@@ -257,3 +257,29 @@ def test_a_rate_is_tried_again_where_the_loss_scale_was_too_high():
 def test_arguments_that_cannot_be_right_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         find(make_trainer(), **options)
+
+
+def test_optimizers_that_a_function_makes_are_searched():
+    x, y = np.ones([24, 1]), np.ones([24, 1])
+    rates = []
+    for is_several in (False, True):
+        optimizer = sgd = keras.optimizers.SGD(1e-6, name="sgd")
+        if is_several:
+            optimizer = keras.optimizers.MultiOptimizer(lambda v, sgd=sgd: sgd)
+        model = keras.Sequential(
+            [keras.Input([1]), keras.layers.Dense(1, "linear", False, "ones")]
+        )
+        trainer = Trainer(model, optimizer=optimizer, loss="mae", **OPTIONS)
+        rates.append(find(trainer, x, y).losses)
+    np.testing.assert_allclose(*rates, rtol=1e-5)
+    assert trainer.find_learning_rate(x, y, updates=2).shares == {"sgd": 1.0}
+
+
+def test_optimizers_that_nobody_has_chosen_yet_are_refused():
+    chosen = keras.optimizers.MultiOptimizer(
+        lambda variable: keras.optimizers.SGD(0.1)
+    )
+    model = keras.Sequential([keras.layers.Dense(1)])
+    trainer = Trainer(model, optimizer=chosen, loss="mse", **OPTIONS)
+    with pytest.raises(ValueError, match="built model.*Call the model"):
+        find(trainer)
