@@ -2,7 +2,7 @@
 
 import abc
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -327,13 +327,23 @@ def computing_in(model: Model, dtype: str) -> Iterator[None]:
     """
     layers = flatten_layers(model)
     before = [layer.dtype_policy for layer in layers]
+    # Into a map of policies, that layers may share, Keras writes another.
+    maps = [
+        (policy, dict(policy))
+        for policy in {id(policy): policy for policy in before}.values()
+        if isinstance(policy, MutableMapping)
+    ]
     try:
         for layer in layers:
             layer.dtype_policy = dtype
         yield
     finally:
         for layer, policy in zip(layers, before, strict=True):
-            layer.dtype_policy = policy
+            if layer.dtype_policy is not policy:
+                layer.dtype_policy = policy
+        for policy, entries in maps:
+            policy.clear()
+            policy.update(entries)
 
 
 def accumulate_statistics(model: Model) -> Model:

@@ -348,7 +348,7 @@ def _errors(
     way: _Way, gradients: list[np.ndarray], expected: list[np.ndarray]
 ) -> dict[str, float]:
     variables = way.model.trainable_variables
-    sizes = [float(np.abs(gradient).max()) for gradient in expected]
+    sizes = [float(np.abs(gradient).max(initial=0.0)) for gradient in expected]
     assigned = list(map(is_overwritten, variables))
     # A gradient that is NaN is an error of its own, not of the others.
     largest = np.fmax.reduce(
@@ -373,7 +373,7 @@ def _difference(one: np.ndarray, other: np.ndarray) -> float:
     """Find the largest difference; infinite values that agree have none."""
     with np.errstate(invalid="ignore"):
         differences = np.abs(one - other)
-    return float(np.where(one == other, 0.0, differences).max())
+    return float(np.where(one == other, 0.0, differences).max(initial=0.0))
 
 
 def _largest(errors: dict[str, float]) -> float:

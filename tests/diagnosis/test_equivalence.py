@@ -366,3 +366,37 @@ def test_rounding_to_float8_is_told_too_though_some_scales_are_infinite():
     found = check(model, loss="mse")
     assert len(found.reasons) == 1
     assert found.reasons[0].startswith("It is rounding: computed in float64")
+
+
+@pytest.mark.skipif(
+    not hasattr(keras, "dtype_policies"),
+    reason="this version of Keras has no maps of policies",
+)
+def test_policies_of_a_map_stay_as_they_are():
+    policies = keras.dtype_policies.DTypePolicyMap(default_policy="float32")
+    policies["head"] = keras.dtype_policies.DTypePolicy("mixed_bfloat16")
+    inputs = keras.Input([5])
+    hidden = layers.Dense(4, name="head", dtype=policies)(inputs)
+    outputs = layers.Dense(3, name="other", dtype=policies)(hidden)
+    model = keras.Model(inputs, outputs)
+    before = [layer.compute_dtype for layer in model.layers]
+    trainer = Trainer(model, optimizer="adam", loss="mse", accumulation=4)
+    # No error is small enough, so reasons are looked for in float64.
+    assert not trainer.check_equivalence(make_batch(), tolerance=0.0).is_exact
+    assert [layer.compute_dtype for layer in model.layers] == before
+    assert "bfloat16" in before and list(policies) == ["head"]
+
+
+class WithoutRows(layers.Layer):
+    def build(self, shape):
+        self.table = self.add_weight(shape=(0, 8), name="table")
+
+    def call(self, x):
+        return x + ops.sum(self.table)
+
+
+def test_weight_without_elements_has_no_error():
+    found = check(make_model(WithoutRows()), loss="mse")
+    assert found.is_exact
+    (table,) = (path for path in found.errors if path.endswith("table"))
+    assert found.errors[table] == 0.0
