@@ -130,12 +130,11 @@ def id_rules(model: Model, x: Nest) -> dict[tuple, IndexRule]:
         >>> list(id_rules(keras.Sequential(layers), np.array([[0, 4, 1]])))
         [()]
     """
-    inputs = getattr(model, "inputs", None) or []
-    names = [tensor.name for tensor in inputs]
+    inputs, names = _inputs(model)
     rows = {}
     for layer in flatten_layers(model):
         if isinstance(layer, keras.layers.Embedding):
-            for tensor in tree.flatten(_input_of(layer)):
+            for tensor in tree.flatten(_end_of(layer, "input")):
                 rows[id(tensor)] = layer.input_dim
     rules = {}
     for path, _ in named_arrays(x):
@@ -145,10 +144,10 @@ def id_rules(model: Model, x: Nest) -> dict[tuple, IndexRule]:
     return rules
 
 
-def _input_of(layer: Layer) -> Any:
-    """Return what a layer of a functional model was called with."""
+def _end_of(layer: Layer, name: Literal["input", "output"]) -> Any:
+    """Return what a layer of a functional model was called with, or gave."""
     try:
-        return layer.input
+        return getattr(layer, name)
     except AttributeError:
         return []  # never, or several times, or not in such a model
 
@@ -183,9 +182,25 @@ def label_rules(model: Model, loss: Any, y: Nest) -> dict[tuple, IndexRule]:
     return rules
 
 
+def _inputs(model: Model) -> tuple[Any, Any]:
+    inputs = getattr(model, "inputs", None) or []
+    names = [tensor.name for tensor in inputs]
+    return inputs, _keys(model, "input", names) if inputs else names
+
+
 def _outputs(model: Model) -> tuple[Any, Any]:
     outputs = getattr(model, "outputs", None) or []
-    return outputs, getattr(model, "output_names", None) or []
+    names = getattr(model, "output_names", None) or []
+    return outputs, _keys(model, "output", names) if outputs else names
+
+
+def _keys(model: Model, name: Literal["input", "output"], names: Any) -> Any:
+    """Return the keys of the dict a model was made with, else names."""
+    structure = _end_of(model, name)
+    if not isinstance(structure, dict):
+        return names
+    keys = tree.flatten({key: key for key in structure})  # in Keras's order
+    return keys if len(keys) == len(names) else []
 
 
 def _paired(path: tuple, tensors: Any, names: Any) -> Any:
@@ -265,11 +280,7 @@ def fixed_sizes(model: Model, batch: Batch) -> dict[tuple, dict[int, int]]:
         >>> fixed_sizes(model, Batch(np.zeros([4, 7, 3])))
         {('x', ()): {2: 3}}
     """
-    inputs = getattr(model, "inputs", None) or []
-    known = {
-        "x": (inputs, [tensor.name for tensor in inputs]),
-        "y": _outputs(model),
-    }
+    known = {"x": _inputs(model), "y": _outputs(model)}
     fixed = {}
     for field, (tensors, names) in known.items():
         for path, array in named_arrays(getattr(batch, field)):

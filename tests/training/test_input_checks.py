@@ -440,3 +440,43 @@ def test_numbers_for_a_model_written_as_a_class_are_taken_for_no_ids():
     )
     trainer.fit(inputs, LABELS, verbose=0, check_inputs=True)
     assert trainer.progress.updates == 1
+
+
+def make_crossed():
+    """Make a model whose dicts have the names of its tensors crossed."""
+    tokens = keras.Input([None], name="b", dtype="int32")
+    groups = keras.Input([4], name="a", dtype="int32")
+    pool = keras.layers.GlobalAveragePooling1D
+    joined = keras.layers.Add()(
+        [
+            pool()(keras.layers.Embedding(100, 2)(tokens)),
+            pool()(keras.layers.Embedding(5, 2)(groups)),
+        ]
+    )
+    few = keras.layers.Dense(2, activation="softmax", name="q")(joined)
+    many = keras.layers.Dense(9, activation="softmax", name="p")(joined)
+    return keras.Model({"a": tokens, "b": groups}, {"p": few, "q": many})
+
+
+def crossed_batch(length):
+    x = {"a": np.full([4, length], 50), "b": np.full([4, 4], 3)}
+    return x, {"p": np.full([4], 1), "q": np.full([4], 8)}
+
+
+@pytest.mark.filterwarnings("ignore:When providing `inputs` as a dict")
+def test_dicts_are_paired_by_the_keys_that_the_model_was_made_with():
+    trainer = Trainer(
+        make_crossed(),
+        optimizer="sgd",
+        loss=dict.fromkeys("pq", "sparse_categorical_crossentropy"),
+    )
+    both = iter([crossed_batch(4), crossed_batch(7)])
+    trainer.fit(both, steps_per_epoch=2, check_inputs=True, verbose=0)
+    assert trainer.progress.updates == 2
+    x, y = crossed_batch(4)
+    for name, wrong in (
+        ("x", ({**x, "b": x["b"] + 2}, y)),
+        ("y", (x, {**y, "p": y["p"] + 1})),
+    ):
+        with pytest.raises(DataError, match=name):
+            trainer.fit(*wrong, check_inputs=True, verbose=0)
