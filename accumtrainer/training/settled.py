@@ -32,7 +32,7 @@ class Settled(Generic[T]):
         return vars(instance)[self._name]
 
     def __set__(self, instance: object, value: T) -> None:
-        if self._name in vars(instance):
+        if vars(instance).get(self._name, value) is not value:
             raise AttributeError(
                 errors.SETTLED.format(
                     name=self._name, kind=type(instance).__name__, value=value

@@ -482,3 +482,13 @@ def test_what_windows_are_made_of_cannot_be_set_later(name, value):
 def test_what_windows_are_made_of_is_no_attribute_before():
     assert not hasattr(Trainer.__new__(Trainer), "model")
     assert inspect.getmembers(Trainer)
+
+
+def test_class_may_set_the_model_before_the_trainer_does():
+    class Early(Trainer):
+        def __init__(self, model, **options):
+            self.model = model
+            super().__init__(model, **options)
+
+    model = make_model()
+    assert Early(model, optimizer="sgd", loss="mse").model is model
