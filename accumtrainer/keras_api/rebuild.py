@@ -156,9 +156,13 @@ class _Kept:
 def _slots(optimizer: Optimizer) -> dict[str, list[Variable | None]]:
     """List by attribute what it holds for each variable that is updated."""
     variables = optimizer._trainable_variables
+    attributes = {
+        name: list(value.values()) if isinstance(value, dict) else value
+        for name, value in vars(optimizer).items()
+    }
     return {
         name: list(value)
-        for name, value in vars(optimizer).items()
+        for name, value in attributes.items()
         if isinstance(value, list)
         and bool(value)
         and value is not optimizer._trainable_variables

@@ -34,3 +34,32 @@ def test_what_stays_keeps_its_slots_and_what_goes_leaves_none(name):
     assert any(old.any() for old in before)
     optimizer.apply([gradient, gradient], [two, three])
     assert int(numbers(optimizer.iterations)) == 2
+
+
+class SlotsByPath(keras.optimizers.Optimizer):
+    """Keeps its slots in a dict, as those of users may."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.slots = {
+            v.path: self.add_variable_from_reference(v, "slot")
+            for v in variables
+        }
+
+    def update_step(self, gradient, variable, learning_rate):
+        slot = self.slots[variable.path]
+        self.assign_add(slot, gradient)
+        self.assign_sub(variable, ops.multiply(slot, learning_rate))
+
+
+def test_slots_in_a_dict_are_kept_too():
+    one, two = (
+        keras.Variable(np.ones([2], "float32"), name=name)
+        for name in ("one", "two")
+    )
+    optimizer = SlotsByPath(learning_rate=0.1)
+    optimizer.build([two])
+    optimizer.apply([ops.ones([2])], [two])
+    rebuild(optimizer, [one, two])
+    assert numbers(optimizer.slots[two.path]).tolist() == [1.0, 1.0]
+    assert numbers(optimizer.slots[one.path]).tolist() == [0.0, 0.0]
