@@ -86,6 +86,7 @@ class PyDatasetSource(Source):
         self._reader = BatchReader(options, preprocessing)
         self._steps = steps
         self._epochs_begun = 0
+        self._is_within_epoch = False
         self.is_endless = steps is None and batches is None
         self.begins_again = preprocessing is None  # which takes its time
         self.batches_per_epoch = _least(steps, batches)
@@ -98,13 +99,10 @@ class PyDatasetSource(Source):
         for item in self._load(self._indices(epoch, start)):
             yield self._reader.read(item, epoch, made)
             made += 1
-        self._dataset.on_epoch_end()
+        self._end_epoch()
         if not made:
             raise errors.NothingLeftError(errors.NO_BATCHES.format(epoch=epoch))
         warn_of_the_end(made, self._steps)
-
-    def give_up_epoch(self) -> None:
-        self._dataset.on_epoch_end()
 
     def get_state(self) -> dict[str, Any]:
         return {
@@ -133,7 +131,7 @@ class PyDatasetSource(Source):
         # A source of another kind has told no dataset of anything.
         for _ in range(state.get("epochs_begun", 0) - position.is_amid_epoch):
             self._begin_epoch()
-            self._dataset.on_epoch_end()
+            self._end_epoch()
         if not position.is_amid_epoch:
             return
         self._begin_epoch()
@@ -144,8 +142,15 @@ class PyDatasetSource(Source):
             warnings.warn(errors.BATCH_HAS_CHANGED, stacklevel=2)
 
     def _begin_epoch(self) -> None:
+        self._end_epoch()  # one that was left early
         self._dataset.on_epoch_begin()
         self._epochs_begun += 1
+        self._is_within_epoch = True
+
+    def _end_epoch(self) -> None:
+        if self._is_within_epoch:
+            self._dataset.on_epoch_end()
+        self._is_within_epoch = False
 
     def _indices(self, epoch: int, start: int) -> Iterator[int]:
         batches = _num_batches(self._dataset)

@@ -92,9 +92,6 @@ class ShardSource(Source):
         if nothing_left is not None:
             raise nothing_left
 
-    def give_up_epoch(self) -> None:
-        self._source.give_up_epoch()
-
     def get_state(self) -> dict[str, Any]:
         """Return what holds for the loader of every process."""
         state = dict(self._source.get_state())

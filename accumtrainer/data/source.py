@@ -127,10 +127,6 @@ class Source(abc.ABC):
             Items to hand to `window`, one for every loader batch.
         """
 
-    def give_up_epoch(self) -> None:
-        """End an epoch early that is to begin once more."""
-        return  # there is nothing to do
-
     @abc.abstractmethod
     def get_state(self) -> dict[str, Any]:
         """Return what a saved position needs besides itself: plain values."""

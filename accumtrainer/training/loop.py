@@ -382,7 +382,6 @@ class FitLoop:
         if coming is None or not self._source.begins_again:
             return None
         coming.close()
-        self._source.give_up_epoch()
         self._position = Position(epoch=self._position.epoch)
         return self._windows(self._position)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sourced import Rows, epoch_of
 
-from accumtrainer import errors
+from accumtrainer import Trainer, errors
 from accumtrainer.data.position import Position
 from accumtrainer.data.sources import (
     make_source,
@@ -21,6 +21,16 @@ class EndlessRows(keras.utils.PyDataset):
 
     def __getitem__(self, index):
         return (np.array([index]),)
+
+
+class Batches(Rows):
+    """Three batches to train on."""
+
+    def __init__(self):
+        super().__init__(3)
+
+    def __getitem__(self, index):
+        return np.ones([2, 3], "float32"), np.ones([2, 1], "float32")
 
 
 def test_pydataset_is_shuffled_by_seed_and_epoch():
@@ -67,6 +77,27 @@ def test_pydataset_is_told_of_its_epochs():
     epoch_of(source, 0)
     epoch_of(source, 1)
     assert dataset.calls == ["begin", "end", "begin", "end"]
+
+
+def test_pydataset_is_told_of_the_end_of_an_epoch_that_is_left_early():
+    dataset = Rows(2)
+    source = make_source(dataset)
+    next(source.iterate(0))
+    epoch_of(source, 0)
+    assert dataset.calls == ["begin", "end"] * 2
+
+
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_pydataset_is_told_of_epochs_as_in_keras(k):
+    def calls(train):
+        dataset = Batches()
+        model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        train(model)(dataset, epochs=2, verbose=0)
+        return dataset.calls
+
+    ours = calls(lambda model: Trainer(model, accumulation=k).fit)
+    assert ours == calls(lambda model: model.fit)
 
 
 def test_pydataset_is_told_of_as_many_epochs_where_a_run_goes_on():
