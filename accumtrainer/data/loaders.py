@@ -85,7 +85,7 @@ class PyDatasetSource(Source):
         self._options = options
         self._reader = BatchReader(options, preprocessing)
         self._steps = steps
-        self._epochs_begun = 0
+        self._epochs_begun = self._epochs_told = 0
         self._is_within_epoch = False
         self.is_endless = steps is None and batches is None
         self.begins_again = preprocessing is None  # which takes its time
@@ -110,7 +110,7 @@ class PyDatasetSource(Source):
             "shuffle": self._options.shuffle,
             **self._reader.get_state(),
             "has_steps": self._steps is not None,
-            "epochs_begun": self._epochs_begun,
+            "epochs_begun": max(self._epochs_begun, self._epochs_told),
         }
 
     def go_to(
@@ -129,7 +129,10 @@ class PyDatasetSource(Source):
             require_same(["batches", "shuffle"], position, state, now)
         require_same_epochs(["batches"], position, state, now)
         # A source of another kind has told no dataset of anything.
-        for _ in range(state.get("epochs_begun", 0) - position.is_amid_epoch):
+        self._epochs_told = state.get("epochs_begun", 0)
+        # One more is begun here, or to take a window before training begins.
+        is_begun_next = position.is_amid_epoch or self.begins_again
+        for _ in range(self._epochs_told - is_begun_next):
             self._begin_epoch()
             self._end_epoch()
         if not position.is_amid_epoch:

@@ -44,6 +44,10 @@ class Position:
         """Whether something of this epoch has been taken."""
         return self.batches > 0
 
+    def copy(self) -> "Position":
+        """Return a position that goes on without this one."""
+        return dataclasses.replace(self, carried=list(self.carried))
+
     def begin_next_epoch(self) -> None:
         """Go to the beginning of the next epoch; carried items stay."""
         self.epoch += 1

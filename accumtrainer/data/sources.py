@@ -315,6 +315,7 @@ class FirstBatches(Source):
         self._items = list(islice(source.iterate(0), count))
         self.batches_per_epoch = len(self._items)
         self.batch_size = source.batch_size
+        self.begins_again = source.begins_again
 
     def iterate(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """Yield the kept items."""

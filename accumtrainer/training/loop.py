@@ -139,6 +139,7 @@ class FitLoop:
     def _prepare(self) -> Iterator[Window]:
         """Build what the first window needs; return the windows to come."""
         start, is_saved = self._start, self._saved is not None
+        self._found = self._position.copy()
         has_ended = is_saved and not self._should_begin()
         coming = iter(()) if has_ended else self._groups(self._position)
         self._first_items = next(coming, None)
@@ -169,8 +170,7 @@ class FitLoop:
         if not is_over:
             for note in self._engine.notes_of_state(first.micro_batches):
                 self._announce(note)
-        if not is_saved:
-            self._coming = coming
+        self._coming = coming
         return itertools.chain(begun, self._cut(coming))
 
     def _move_to_callbacks_epoch(self) -> Iterator[Window] | None:
@@ -382,7 +382,8 @@ class FitLoop:
         if coming is None or not self._source.begins_again:
             return None
         coming.close()
-        self._position = Position(epoch=self._position.epoch)
+        self._found.epoch = self._position.epoch
+        self._position = self._found
         return self._windows(self._position)
 
     def _epoch_logs(self) -> dict[str, Any]:

@@ -161,6 +161,47 @@ def test_a_run_in_pieces_equals_one_that_never_stopped(name, tmp_path):
     assert last.epoch == history.epoch
 
 
+class Scaled(OftenShuffled):
+    """Multiplies what it yields by what a callback chooses."""
+
+    scale = 1.0
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x * self.scale, y
+
+
+# A dataset is asked for that batch before callbacks are told of the epoch.
+@pytest.mark.filterwarnings("ignore:The last batch before this place")
+@pytest.mark.parametrize("kind", ["arrays", "dataset"])
+@pytest.mark.parametrize(
+    ("k", "end"),
+    [(2, {"max_updates": 1}), (2, {"max_updates": 3}), (2, {"epochs": 1})]
+    + [(8, {"epochs": 1})],
+)
+def test_a_run_goes_on_with_data_as_callbacks_change_them(
+    kind, k, end, tmp_path
+):
+    def fit(trainer, callbacks=(), **options):
+        x, dataset = X.copy(), Scaled()
+
+        def change(epoch, logs):
+            dataset.scale = epoch + 2.0
+            x[:] = X * dataset.scale
+
+        change = keras.callbacks.LambdaCallback(on_epoch_begin=change)
+        data = (dataset,) if kind == "dataset" else (x, Y, 4)
+        options = {"epochs": 3, "verbose": 0} | options
+        trainer.fit(*data, callbacks=[change, *callbacks], **options)
+
+    whole, first = (make_trainer(accumulation=k) for _ in range(2))
+    fit(whole)
+    fit(first, [Checkpoint(tmp_path, Every(1, "updates"))], **end)
+    pieces = make_trainer(accumulation=k)
+    fit(pieces, resume_from=tmp_path)
+    assert_same(pieces, whole)
+
+
 def test_a_finished_run_goes_on_to_more_epochs(tmp_path):
     whole = noisy_with_carried_tail()
     history = fit_arrays(whole, epochs=4)
