@@ -221,7 +221,7 @@ class IterableSource(Source):
     many batches and goes on where the last one stopped; where the iterable
     ends, so does the epoch, with a warning, and the next one begins it again.
     An iterator that can be used only once serves all epochs: without `steps`
-    the first epoch uses it up.
+    the first epoch uses it up, unless it begins again once it has ended.
 
     Args:
         iterable: yields batches: a `tf.data.Dataset`, a torch `DataLoader`, a
@@ -270,6 +270,8 @@ class IterableSource(Source):
             made += 1
             self._taken += 1
             yield batch
+        if self._steps is None and not self.is_one_shot and made == most:
+            next(items, None)  # what a loader does at its end, it does then
         if not made:
             raise errors.NothingLeftError(errors.NO_BATCHES.format(epoch=epoch))
         warn_of_the_end(made, self._steps)
@@ -328,10 +330,13 @@ class IterableSource(Source):
         if is_known:
             self._times_begun = times_begun - 1
             self._put_generators(state["begun_from"])
+        # An epoch asks for one more than its length says, see `iterate`.
+        length = self.batches_per_epoch
+        most = None if length is None else length + 1
         for _ in range(0 if is_known else times_begun - 1):
             items = self._begin(is_new=True)
-            _last(items if fast_forward else islice(items, 1))
-        items = self._begin(is_new=True)
+            _last(islice(items, most if fast_forward else 1))
+        items = islice(self._begin(is_new=True), most)
         if position.is_amid_epoch:
             item = _last(islice(items, position.batches))
             self._check_same(item, position.last, position, self._last)
@@ -352,7 +357,7 @@ class IterableSource(Source):
         """Take so many items, round after round; return the last, or `None`."""
         last = None
         while count:
-            items = islice(self._begin(is_new=True), count)
+            items = islice(self._round(epoch=0), count)
             passed = deque(enumerate(items, 1), maxlen=1)
             if not passed:
                 return None
@@ -383,11 +388,12 @@ class IterableSource(Source):
         """Yield items from the beginning of an epoch to the end of a round.
 
         Epochs of some steps go on with the round that was begun; where nothing
-        is left of it, the next one begins.
+        is left of it, the next one begins. So does an iterator that tells of
+        its end and then begins again.
         """
         is_new = self._steps is None or epoch == 0
         is_empty = True
-        for _ in range(1 if is_new or self.is_one_shot else 2):
+        for _ in range(1 if is_new and not self.is_one_shot else 2):
             # No `yield from`, which would close the iterator with this epoch.
             for item in self._begin(is_new=is_new):
                 is_empty = False

@@ -15,6 +15,15 @@ pytestmark = pytest.mark.usefixtures("without_xla")
 SAMPLES, BATCH_SIZE = 20, 4
 
 
+def trained_on(loader, **options):
+    """Train a small model on a loader; return its Trainer."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    trainer = Trainer(model, optimizer="adam", loss="mse")
+    trainer.fit(loader, verbose=0, **options)
+    return trainer
+
+
 @pytest.fixture
 def arrays(rng):
     """Give features and targets, float32."""
@@ -320,6 +329,61 @@ def test_large_batches_begin_where_devices_want_them_to():
             assert array.ctypes.data % ALIGNMENT == 0
 
 
+class Counting:
+    """Says how many batches it has, in an order of each epoch, counted last."""
+
+    def __init__(self, arrays):
+        self.batches = batches_of(arrays)
+        self.epoch = 0
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        order = np.random.default_rng(self.epoch).permutation(len(self))
+        for index in order:
+            yield self.batches[index]
+        self.epoch += 1
+
+
+class BeginsAgain:
+    """An iterator that goes on after its end, as those of NVIDIA's DALI."""
+
+    def __init__(self, arrays):
+        self.batches = batches_of(arrays)
+        self.place = 0
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.place == len(self):
+            self.place = 0
+            raise StopIteration
+        self.place += 1
+        return self.batches[self.place - 1]
+
+
+def test_loader_with_a_length_comes_to_its_end(arrays):
+    loader = Counting(arrays)
+    trained_on(loader, epochs=3)
+    assert loader.epoch == 3
+
+
+@pytest.mark.parametrize("steps", [None, 5])
+def test_iterator_that_begins_again_serves_all_epochs(arrays, steps):
+    ours = trained_on(BeginsAgain(arrays), epochs=3, steps_per_epoch=steps)
+    expected = trained_on(batches_of(arrays), epochs=3)
+    assert ours.progress.updates == expected.progress.updates == 15
+    for one, other in zip(
+        ours.model.get_weights(), expected.model.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
 class Longer:
     """Says that it has 3 batches, and yields on."""
 
@@ -338,11 +402,9 @@ class Longer:
 
 def test_epoch_ends_where_the_length_of_a_loader_says(arrays):
     loader = Longer(batches_of(arrays))
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
-    trainer = Trainer(model, optimizer="adam", loss="mse")
-    trainer.fit(loader, epochs=2, verbose=0)
-    assert trainer.progress.updates == loader.taken == 6
+    trainer = trained_on(loader, epochs=2)
+    assert trainer.progress.updates == 6
+    assert loader.taken == 8  # one more in each epoch, for its end
     assert len(trainer.predict(loader, verbose=0)) == 3 * BATCH_SIZE
 
 

@@ -93,6 +93,37 @@ def test_torch_loader_goes_on_from_the_end_of_an_epoch(kind, epochs, tmp_path):
     assert_same(pieces, whole)
 
 
+class Counting:
+    """Knows its length; its order is of an epoch that it counts at the end."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def __len__(self):
+        return 6
+
+    def __iter__(self):
+        batches = list_batches()
+        for index in np.random.default_rng(self.epoch).permutation(6):
+            yield batches[index]
+        self.epoch += 1
+
+
+@pytest.mark.parametrize(
+    "make", [Counting, lambda: make_loader(), lambda: make_loader("sampler")]
+)
+@pytest.mark.parametrize("end", [{"epochs": 3}, {"max_updates": 8}])
+def test_loader_with_a_length_is_run_through_to_where_it_was(
+    make, end, tmp_path
+):
+    whole = plain()
+    fit(whole, make())
+    fit(plain(), make(), callbacks=[Checkpoint(tmp_path)], **end)
+    pieces = plain()
+    fit(pieces, make(), resume_from=tmp_path, fast_forward=True)
+    assert_same(pieces, whole)
+
+
 def test_loader_that_draws_late_goes_on_or_is_refused(tmp_path):
     whole = plain()
     fit(whole, Noisy())
