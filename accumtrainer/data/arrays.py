@@ -18,7 +18,7 @@ from accumtrainer.data.batches import (
 )
 from accumtrainer.data.position import Position
 from accumtrainer.data.preprocessing import Preprocessing
-from accumtrainer.data.reading import weigh_classes
+from accumtrainer.data.reading import dtype_read, weigh_classes
 from accumtrainer.data.source import (
     DEFAULT_BATCH_SIZE,
     Source,
@@ -44,7 +44,8 @@ class ArraySource(Source):
 
     Args:
         data: every leaf has one row per sample. A single array of weights
-            beside several outputs holds for each of them.
+            beside several outputs holds for each of them. They are the user's
+            arrays, read window by window, as callbacks may change them.
         options: how batches are taken.
         preprocessing: what makes of them what the model takes, if anything.
 
@@ -167,7 +168,10 @@ class ArraySource(Source):
         return _spread_sample_weight(data)
 
     def _gather(self, rows: np.ndarray) -> Batch:
-        return map_leaves(lambda leaf: take_rows(leaf, rows), self._data)
+        return map_leaves(
+            lambda leaf: take_rows(leaf, rows, dtype_read(leaf.dtype)),
+            self._data,
+        )
 
     def _order(self, round_index: int) -> np.ndarray:
         shuffle, seed = self._options.shuffle, self._options.seed

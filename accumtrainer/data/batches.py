@@ -183,21 +183,27 @@ def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return make(shape, dtype)
 
 
-def take_rows(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Gather rows of an array, as `array[rows]` does.
+def take_rows(
+    array: np.ndarray, rows: np.ndarray, dtype: np.dtype
+) -> np.ndarray:
+    """Gather rows of an array, as `array[rows].astype(dtype)` does.
 
     Args:
         array: array of any shape but `()`.
         rows: array of int, each from 0 to `len(array) - 1`.
+        dtype: of the result.
 
     Returns:
         Array, shaped like `rows` and then like a row.
 
     Examples:
-        >>> take_rows(np.array([5, 6, 7]), np.array([[2, 0]]))
+        >>> take_rows(np.array([5, 6, 7]), np.array([[2, 0]]), np.dtype(int))
         array([[7, 5]])
     """
-    gathered = empty(rows.shape + array.shape[1:], array.dtype)
+    gathered = empty(rows.shape + array.shape[1:], dtype)
+    if array.dtype != dtype:
+        gathered[...] = array[rows]
+        return gathered
     # NumPy would write through a buffer first where it has to look for rows
     # that are not there.
     return array.take(rows, axis=0, out=gathered, mode="clip")

@@ -39,9 +39,17 @@ def _traits(leaf: Any) -> _Traits:
 
 @functools.lru_cache(maxsize=64)
 def _dtype_read(dtype: np.dtype, floatx: str) -> np.dtype:
-    """Return the type that arrays of a type are read in."""
     # By name, because bfloat16 is no float to NumPy.
     return np.dtype(floatx) if "float" in dtype.name else dtype
+
+
+def dtype_read(dtype: np.dtype) -> np.dtype:
+    """Return the type that arrays of a type are read in.
+
+    Floats are cast to `keras.config.floatx()` as `keras.Model.fit` does; other
+    dtypes stay.
+    """
+    return _dtype_read(dtype, keras.config.floatx())
 
 
 def refuse_sparse(name: str, nest: Any) -> None:
@@ -66,19 +74,14 @@ def refuse_sparse(name: str, nest: Any) -> None:
             )
 
 
-def as_arrays(nest: Nest, name: str, *, copy: bool = False) -> Nest:
-    """Turn every leaf of a nest into a NumPy array.
+def as_arrays(nest: Nest, name: str) -> Nest:
+    """Look at every leaf of a nest as a NumPy array, the user's own if it can.
 
-    Floats are cast to `keras.config.floatx()` as `keras.Model.fit` does; other
-    dtypes stay. A pandas Series of shape `[n]` becomes `[n, 1]`, as in Keras.
+    A pandas Series of shape `[n]` becomes `[n, 1]`, as in Keras.
 
     Args:
         nest: arrays, tensors of any backend, pandas objects, or nests of them.
         name: what the user calls the nest.
-        copy: whether the arrays have to have memory of their own. Nothing
-            tells that nobody writes to what a leaf looks at: a view that is
-            read-only, an array whose owner may lift that again, a tensor made
-            of a NumPy array or by DLPack.
 
     Returns:
         The same nest of arrays of rank 1 or more; `None` stays `None`.
@@ -87,10 +90,10 @@ def as_arrays(nest: Nest, name: str, *, copy: bool = False) -> Nest:
         TypeError: a leaf is no dense array with one row per sample.
     """
     refuse_sparse(name, nest)
-    return map_leaves(lambda leaf: _as_array(leaf, name, copy), nest)
+    return map_leaves(lambda leaf: _as_array(leaf, name), nest)
 
 
-def _as_array(leaf: Any, name: str, copy: bool) -> np.ndarray:
+def _as_array(leaf: Any, name: str) -> np.ndarray:
     array = np.asarray(_readable(leaf))
     if array.ndim == 0 or (array.dtype == object and not is_text(array)):
         raise TypeError(
@@ -98,11 +101,18 @@ def _as_array(leaf: Any, name: str, copy: bool) -> np.ndarray:
         )
     if array.ndim == 1 and _traits(leaf).is_pandas:
         array = array[:, None]
-    dtype = _dtype_read(array.dtype, keras.config.floatx())
-    if not copy:
-        return array.astype(dtype, copy=False)
+    return array
+
+
+def _copied(array: np.ndarray) -> np.ndarray:
+    """Copy an array, in the type that it is read in.
+
+    Nothing tells that nobody writes to what it looks at: a view that is
+    read-only, an array whose owner may lift that again, a tensor made of a
+    NumPy array or by DLPack.
+    """
     # Where a device would copy it again, it begins as devices want it.
-    copied = empty(array.shape, dtype)
+    copied = empty(array.shape, dtype_read(array.dtype))
     copied[...] = array
     return copied
 
@@ -167,7 +177,9 @@ def unpack(item: Any) -> Batch:
             "several inputs into one tuple or dict: ((x1, x2), y)."
         )
     named = zip(Batch._fields[: len(parts)], parts, strict=True)
-    return Batch(*(as_arrays(part, name, copy=True) for name, part in named))
+    return Batch(
+        *(map_leaves(_copied, as_arrays(part, name)) for name, part in named)
+    )
 
 
 def weigh_classes(batch: Batch, class_weight: dict[int, float] | None) -> Batch:

@@ -44,7 +44,7 @@ class Arrays:
     """Data that are there as a whole.
 
     Args:
-        batch: all of them, NumPy arrays.
+        batch: all of them, NumPy arrays, of the user's memory and types.
         preprocessing: what makes of them what the model takes.
     """
 

@@ -437,7 +437,9 @@ class Scales(keras.callbacks.Callback):
         self.array[:] = self.original * (epoch + 2.0)
 
 
-@pytest.mark.parametrize("kind", ["arrays", "first of arrays", "dataset"])
+@pytest.mark.parametrize(
+    "kind", ["arrays", "float64", "first of arrays", "dataset"]
+)
 def test_data_that_a_callback_changes_as_an_epoch_begins_are_read_then(
     arrays, kind
 ):
@@ -445,7 +447,8 @@ def test_data_that_a_callback_changes_as_an_epoch_begins_are_read_then(
         keras.utils.set_random_seed(0)
         model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-        x = arrays[0].copy()
+        dtype = "float64" if kind == "float64" else "float32"
+        x = arrays[0].astype(dtype)
         dataset = Scaled(arrays)
         data = (dataset,) if kind == "dataset" else (x, arrays[1])
         size = {} if kind == "dataset" else {"batch_size": BATCH_SIZE}
