@@ -95,6 +95,8 @@ def as_arrays(nest: Nest, name: str) -> Nest:
 
 def _as_array(leaf: Any, name: str) -> np.ndarray:
     array = np.asarray(_readable(leaf))
+    if array.dtype == object and _is_table_of_numbers(leaf):
+        array = leaf.to_numpy(keras.config.floatx())
     if array.ndim == 0 or (array.dtype == object and not is_text(array)):
         raise TypeError(
             errors.NOT_AN_ARRAY.format(name=name, received=_describe(leaf))
@@ -127,6 +129,12 @@ def _readable(leaf: Any) -> Any:
     tensor = leaf.float() if is_short else leaf
     # From wherever it is, with its gradient, and if only marked as negative.
     return tensor.numpy(force=True)
+
+
+def _is_table_of_numbers(leaf: Any) -> bool:
+    """Tell a DataFrame whose kinds of numbers pandas joins to no type."""
+    is_table = _traits(leaf).is_pandas and leaf.ndim == 2
+    return is_table and all(dtype.kind in "buif" for dtype in leaf.dtypes)
 
 
 def is_text(array: np.ndarray) -> bool:

@@ -233,6 +233,15 @@ def test_pandas_objects_are_array_data():
     assert batch.x.dtype == "float32"
 
 
+def test_columns_of_floats_and_bools_are_one_array():
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"a": [1.5, 2.5], "b": [True, False], "c": [3, 4]})
+    source = make_source(table, shuffle=False)
+    batch = source.window(list(source.iterate(0)), None).split()[0]
+    assert batch.x.dtype == "float32"
+    assert batch.x.tolist() == [[1.5, 1.0, 3.0], [2.5, 0.0, 4.0]]
+
+
 @pytest.mark.parametrize(
     "item", [(np.zeros(2),), (np.zeros(2), np.ones(2)), Batch(np.zeros(2))]
 )
