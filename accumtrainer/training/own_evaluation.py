@@ -43,30 +43,40 @@ def evaluate_by_itself(
         Dict of numbers.
     """
     failures: list[Exception] = []
-    with _kept_whole(model, failures), warnings.catch_warnings():
+    with _kept_whole(model, failures) as keep, warnings.catch_warnings():
         # Of what it does not know the length of, Keras always says so.
         warnings.filterwarnings("ignore", "Your input ran out of data")
         return model.evaluate(
             _batches(source, failures),
             steps=source.batches_per_epoch,
             verbose=0,
-            callbacks=[_Telling(dispatcher, rest)],
+            callbacks=[_Telling(dispatcher, rest, keep)],
             return_dict=True,
         )
 
 
 @contextlib.contextmanager
-def _kept_whole(model: Model, failures: list[Exception]) -> Iterator[None]:
+def _kept_whole(
+    model: Model, failures: list[Exception]
+) -> Iterator[Callable[[], None]]:
     """Raise what data raised; leave the model its values all the same.
 
     On JAX, Keras takes the values out of the variables meanwhile, and does not
-    put them back when something fails.
+    put them back when something fails. Each batch gives older values away.
+
+    Yields:
+        Function to be called before each batch.
     """
     variables = [*model.variables, *metric_variables(model)]
-    values = [variable.value for variable in variables]
+    values: list[Any] = []
+
+    def keep() -> None:
+        values[:] = [variable.value for variable in variables]
+
+    keep()
     try:
-        yield
-    except Exception:
+        yield keep
+    except BaseException:  # a second Ctrl-C, too
         for variable, value in zip(variables, values, strict=True):
             if not _has_value(variable):
                 variable.assign(value)
@@ -95,14 +105,21 @@ def _batches(source: Source, failures: list[Exception]) -> Iterator[tuple]:
 class _Telling(keras.callbacks.Callback):
     """Tells a dispatcher of what Keras evaluates."""
 
-    def __init__(self, dispatcher: Dispatcher, rest: Callable[[], None] | None):
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        rest: Callable[[], None] | None,
+        keep: Callable[[], None],
+    ):
         super().__init__()
+        self._keep = keep
         self._tells = dispatcher
         self._rest = rest
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
         """See `Callback`."""
         self._tells.call("on_test_batch_begin", batch, {})
+        self._keep()
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """See `Callback`."""
