@@ -371,12 +371,12 @@ class EvaluationStep:
         samples = np.asarray(loader_samples, "float32")
         self._run_batch(self._backend.replicas.spread(batch), samples)
 
-    def results(self) -> dict[str, Any]:
-        """Read the evaluation so far, numbers by name."""
+    def report(self) -> Report:
+        """Report the evaluation so far, as section `"results"`."""
         program = self._program
         key = program.kind, program.kinds
         if key not in self._reading:
             self._reading[key] = self._compiled(
                 lambda: pack({"results": program.results()})
             )
-        return Report(self._reading[key]()).section("results")
+        return Report(self._reading[key]())

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from accumtrainer.observers.logs import Logs
 from accumtrainer.steps import (
     Backend,
     EvaluationStep,
+    Report,
     should_compile_evaluation,
 )
 from accumtrainer.steps.looks import Followed, Looks
@@ -31,6 +33,28 @@ from accumtrainer.training.sizing import AutoSize, GivenSize
 from accumtrainer.window.evaluation import EvaluationProgram
 from accumtrainer.window.objective import names_of
 from accumtrainer.window.parts import WindowParts
+
+
+class _Results:
+    """What an evaluation has come to, which further batches add to.
+
+    Args:
+        step: the evaluation.
+    """
+
+    def __init__(self, step: EvaluationStep):
+        self._step = step
+        self._report: Report | None = None
+
+    def settle(self) -> Report:
+        """Keep what there is now; waits for nothing."""
+        if self._report is None:
+            self._report = self._step.report()
+        return self._report
+
+    def __call__(self) -> dict[str, Any]:
+        """Read the numbers by name."""
+        return self.settle().section("results")
 
 
 class Evaluator:
@@ -94,7 +118,7 @@ class Evaluator:
         """
         if self._evaluates_itself:
             return self._evaluate_by_model(source, dispatcher, rest)
-        is_first = True
+        is_first, told = True, None
         model = self._model
         model.stop_evaluating = False
         items = items_of_all(source, self._backend.replicas)
@@ -105,18 +129,22 @@ class Evaluator:
                 window = self._slice(source, item)
                 if is_first:
                     self._check_text(window.split()[0])
+                if told is not None and (results := told()) is not None:
+                    results.settle()  # somebody has kept these logs unread
                 for batch in window.split():
                     self._step.run(batch, window.samples, is_first=is_first)
                     is_first = False
-                logs = Logs(self._step.results)
-                dispatcher.call("on_test_batch_end", index, logs)
+                results = _Results(self._step)
+                told = weakref.ref(results)
+                dispatcher.call("on_test_batch_end", index, Logs(results))
+                del results
                 if rest is not None:
                     rest()
                 # Otherwise one process could stop while others wait for it.
                 if self._backend.replicas.any(model.stop_evaluating):
                     break
-            dispatcher.last_logs = results = self._step.results()
-        return results
+            dispatcher.last_logs = logs = _Results(self._step)()
+        return logs
 
     def _evaluate_by_model(
         self,

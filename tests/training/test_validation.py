@@ -198,6 +198,23 @@ def test_validation_data_may_be_a_list(make):
 # Evaluation and prediction.
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_logs_of_a_batch_stay_those_of_that_batch(is_kept):
+    rows = []
+
+    class Keeps(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            rows.append(logs if is_kept else logs["loss"])
+
+    trainer, _ = make_trainer()
+    model = trainer.model
+    trainer.evaluate(X, Y, 8, verbose=0, callbacks=[Keeps()])
+    model.compile(loss="mse")
+    ours = [row["loss"] if is_kept else row for row in rows]
+    expected = [model.evaluate(X[:n], Y[:n], verbose=0) for n in (8, 16, 24)]
+    np.testing.assert_allclose(ours, expected, rtol=1e-5)
+
+
 def test_evaluate_returns_what_keras_returns():
     trainer, _ = make_trainer(metrics=["mae"])
     errors = trainer.predict(X, verbose=0) - Y
