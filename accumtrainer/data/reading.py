@@ -195,12 +195,14 @@ def weigh_classes(batch: Batch, class_weight: dict[int, float] | None) -> Batch:
 
     Args:
         batch: `Batch` without sample weights, whose y is one array of class
-            numbers `[n]` or `[n, 1]`, or of one-hot rows `[n, classes]`.
+            numbers `[n]` or `[n, ..., 1]`, or of one-hot rows
+            `[n, ..., classes]`.
         class_weight: by class; classes left out weigh 1. `None` leaves the
             batch as it is.
 
     Returns:
-        `Batch` with `sample_weight` of shape `[n]`, `keras.config.floatx()`.
+        `Batch` with `sample_weight` of shape `[n]` or `[n, ...]`,
+        `keras.config.floatx()`.
 
     Raises:
         TypeError: `class_weight` is no dict.
@@ -214,12 +216,15 @@ def weigh_classes(batch: Batch, class_weight: dict[int, float] | None) -> Batch:
     if class_weight is None:
         return batch
     _check_class_weight(batch, class_weight)
-    labels, positions = np.unique(_class_labels(batch.y), return_inverse=True)
+    classes = _class_labels(batch.y)
+    labels, positions = np.unique(classes, return_inverse=True)
     weights = np.asarray(
         [class_weight.get(int(label), 1.0) for label in labels],
         dtype=keras.config.floatx(),
     )
-    return batch._replace(sample_weight=weights[positions])
+    return batch._replace(
+        sample_weight=weights[positions].reshape(classes.shape)
+    )
 
 
 def _check_class_weight(batch: Batch, class_weight: Any) -> None:
@@ -243,17 +248,19 @@ def _check_class_weight(batch: Batch, class_weight: Any) -> None:
 
 
 def _class_labels(y: np.ndarray) -> np.ndarray:
-    """Return the class numbers `[n]`, int32, of numbers or one-hot rows."""
-    is_label = y.ndim == 1 or (y.ndim == 2 and y.shape[1] == 1)
-    is_one_hot = y.ndim == 2 and y.shape[1] > 1
+    """Return class numbers, int32, `[n, ...]`, of numbers or one-hot rows."""
+    is_label = y.ndim == 1 or y.shape[-1] == 1
+    is_one_hot = not is_label
     if is_one_hot and not np.issubdtype(y.dtype, np.floating):
         is_one_hot = y.max() <= 1
     if is_one_hot:
         return np.argmax(y, axis=-1)
     if is_label and y.dtype.kind in "buif":
-        return np.round(y.reshape(-1)).astype("int32")
+        labels = y if y.ndim == 1 else y[..., 0]
+        return np.round(labels).astype("int32")
     raise ValueError(
-        "class_weight must come with y of class numbers, [n] or [n, 1], or of "
-        f"one-hot rows, [n, classes]. Received: y of shape {y.shape} and dtype "
-        f"{y.dtype}. Give sample_weight in the shape of y instead."
+        "class_weight must come with y of class numbers, [n] or [n, ..., 1], "
+        "or of one-hot rows, [n, ..., classes]. Received: y of shape "
+        f"{y.shape} and dtype {y.dtype}. Give sample_weight in the shape of y "
+        "instead."
     )

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accumtrainer import errors
+from accumtrainer import Trainer, errors
 from accumtrainer.data.batches import (
     ALIGNMENT,
     Batch,
@@ -355,6 +355,26 @@ def test_class_weights_become_sample_weights(y):
 
 
 @pytest.mark.parametrize("is_one_hot", [False, True])
+def test_class_weights_weigh_every_step_of_a_sequence(is_one_hot, rng):
+    tf = pytest.importorskip("tensorflow")
+    x = rng.normal(size=[6, 3, 4]).astype("float32")
+    labels = rng.integers(0, 3, size=[6, 3])
+    y = np.eye(3, dtype="float32")[labels] if is_one_hot else labels[..., None]
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(6)
+    class_weight = {0: 0.3, 2: 5.0}
+    model = _small_classifier(is_one_hot, [3, 4])
+    weights = model.get_weights()
+    options = {"class_weight": class_weight, "shuffle": False, "verbose": 0}
+    model.fit(data, **options)
+    expected = model.get_weights()
+    for given in ((data,), (x, y)):
+        model.set_weights(weights)
+        Trainer(model).fit(*given, **options)
+        for ours, of_keras in zip(model.get_weights(), expected, strict=True):
+            np.testing.assert_allclose(ours, of_keras, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_one_hot", [False, True])
 def test_class_weights_train_as_those_of_keras(is_one_hot, rng):
     x = rng.normal(size=[12, 4]).astype("float32")
     labels = rng.integers(0, 3, size=12)
@@ -372,9 +392,9 @@ def test_class_weights_train_as_those_of_keras(is_one_hot, rng):
         np.testing.assert_allclose(left, right, rtol=1e-6)
 
 
-def _small_classifier(is_one_hot):
+def _small_classifier(is_one_hot, shape=(4,)):
     model = keras.Sequential(
-        [keras.Input([4]), keras.layers.Dense(3, activation="softmax")]
+        [keras.Input(shape), keras.layers.Dense(3, activation="softmax")]
     )
     prefix = "" if is_one_hot else "sparse_"
     model.compile("sgd", f"{prefix}categorical_crossentropy")
@@ -389,7 +409,7 @@ def _small_classifier(is_one_hot):
         (Batch(LABELS), {0: 2}, ValueError, "Received: no y"),
         (Batch(LABELS, {"a": LABELS}), {0: 2}, ValueError, "Received: dict"),
         (
-            Batch(LABELS, np.zeros([5, 2, 2])),
+            Batch(LABELS, np.full([5, 2, 2], 7)),
             {0: 2},
             ValueError,
             r"shape \(5, 2, 2\)",
