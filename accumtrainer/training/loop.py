@@ -120,7 +120,6 @@ class FitLoop:
             trainer.optimizer.finalize_variable_values(
                 trainer.model.trainable_variables
             )
-        self._interruption.check()  # of while callbacks were closed
         return self._dispatcher.history
 
     def _find_start(self) -> Start:

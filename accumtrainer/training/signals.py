@@ -30,6 +30,7 @@ class Interruption:
 
     def __init__(self, names: Iterable[str] = (), *, is_agreed: bool = False):
         self._numbers = [signal.SIGINT, *(signal.Signals[n] for n in names)]
+        self._at_ctrl_c: Callable[[int, Any], Any] = signal.default_int_handler
         self._is_agreed = is_agreed
         self.arrived: int | None = None
         self._pending: int | None = None
@@ -44,19 +45,25 @@ class Interruption:
         """Hold signals back inside this block; a second Ctrl-C acts at once.
 
         Does nothing outside the main thread, where no signals arrive. What
-        was to be done at a signal before is put back.
+        was to be done at a signal before is put back; at Ctrl-C it is done by
+        `check`, which ends the block, too. Ctrl-C that is ignored stays so.
         """
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = {n: signal.getsignal(n) for n in self._numbers}
-        for number in self._numbers:
+        before: dict[int, Any] = {n: signal.getsignal(n) for n in self._numbers}
+        if callable(before[signal.SIGINT]):
+            self._at_ctrl_c = before[signal.SIGINT]
+        else:  # ignored, or left to the system
+            del before[signal.SIGINT]
+        for number in before:
             signal.signal(number, self._remember)
         try:
             yield self
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+        self.check()
 
     def agree(self, number: int) -> None:
         """Heed a signal that has arrived in one of the processes.
@@ -67,23 +74,23 @@ class Interruption:
         self._pending = signal.Signals(number) if number else None
 
     def check(self) -> None:
-        """Raise what was held back.
+        """Do what was held back.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C was pressed since the last check.
+            KeyboardInterrupt: Ctrl-C was pressed since the last check, and the
+                user's program handles it in no other way.
             Preempted: another signal has arrived since.
         """
         number, self._pending = self._pending, None
         self.arrived = None if number is not None else self.arrived
         if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if number is not None:
+            self._at_ctrl_c(number, None)
+        elif number is not None:
             raise errors.Preempted(128 + number)
 
     def _remember(self, number: int, frame: Any) -> None:
-        del frame
         if number == self.arrived == signal.SIGINT:
-            raise KeyboardInterrupt
+            self._at_ctrl_c(number, frame)
         self.arrived = number
         if not self._is_agreed:
             self._pending = number

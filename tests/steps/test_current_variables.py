@@ -143,6 +143,49 @@ def test_ctrl_c_amid_a_batch_loses_no_weights(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["evaluate", "predict"])
+def test_ctrl_c_after_the_last_batch_of_a_pass_is_heeded(trainer, name):
+    import signal
+
+    class Interrupts(keras.callbacks.Callback):
+        def on_test_end(self, logs=None):
+            signal.raise_signal(signal.SIGINT)
+
+        on_predict_end = on_test_end
+
+    x, y = np.ones([16, 3], "float32"), np.ones([16, 1], "float32")
+    data = (x, y) if name == "evaluate" else (x,)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(trainer, name)(*data, callbacks=[Interrupts()], verbose=0)
+
+
+@pytest.mark.parametrize("is_ignored", [True, False])
+def test_ctrl_c_is_handled_as_the_program_says(trainer, is_ignored):
+    import signal
+
+    seen = []
+
+    class Interrupts(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 1:
+                signal.raise_signal(signal.SIGINT)
+                assert not seen  # amid a window
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = bool(seen)
+
+    handler = signal.SIG_IGN if is_ignored else lambda *_: seen.append(1)
+    made = -trainer.progress.updates
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        x, y = np.ones([32, 3], "float32"), np.ones([32, 1], "float32")
+        trainer.fit(x, y, batch_size=4, callbacks=[Interrupts()], verbose=0)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    made += trainer.progress.updates
+    assert (made, seen) == ((4, []) if is_ignored else (3, [1]))
+
+
+@pytest.mark.parametrize("name", ["evaluate", "predict"])
 def test_ctrl_c_lets_the_running_batch_of_a_pass_finish(trainer, name):
     import signal
 
