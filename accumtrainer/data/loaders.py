@@ -97,8 +97,11 @@ class PyDatasetSource(Source):
             self._begin_epoch()
         made = start
         for item in self._load(self._indices(epoch, start)):
-            yield self._reader.read(item, epoch, made)
+            batch = self._reader.read(item, epoch, made)
+            if not made:  # an epoch that has failed before is to be told again
+                self._epochs_begun += 1
             made += 1
+            yield batch
         self._end_epoch()
         if not made:
             raise errors.NothingLeftError(errors.NO_BATCHES.format(epoch=epoch))
@@ -135,9 +138,11 @@ class PyDatasetSource(Source):
         for _ in range(self._epochs_told - is_begun_next):
             self._begin_epoch()
             self._end_epoch()
+            self._epochs_begun += 1
         if not position.is_amid_epoch:
             return
         self._begin_epoch()
+        self._epochs_begun += 1
         last = (position.epoch, position.batches - 1)
         index = next(self._indices(*last))
         item = self._reader.batch_of(self._dataset[index], *last)
@@ -147,7 +152,6 @@ class PyDatasetSource(Source):
     def _begin_epoch(self) -> None:
         self._end_epoch()  # one that was left early
         self._dataset.on_epoch_begin()
-        self._epochs_begun += 1
         self._is_within_epoch = True
 
     def _end_epoch(self) -> None:
