@@ -143,6 +143,12 @@ NO_MORE_EPOCHS = (
     "afresh), or a generator that yields enough for all epochs."
 )
 
+SAME_VALIDATION_LOGS = (
+    "Sets of validation_data must have names that tell their numbers apart. "
+    "Received: {key}, of the set {one!r} and of the set {other!r}. Give one of "
+    "the sets another name."
+)
+
 NO_MORE_VALIDATION = (
     "Your validation_data ran out of data: they can be iterated only once. "
     "Training goes on without validation. Give data that can be iterated "

@@ -64,8 +64,12 @@ class Validation:
 
         Returns:
             Numbers, `val_loss` or `val_<set>_loss` and so on.
+
+        Raises:
+            ValueError: two sets have numbers of the same name.
         """
         logs: dict[str, Any] = {}
+        sets: dict[str, str] = {}
         for prefix, source in self._sources.items():
             try:
                 results = evaluate(source)
@@ -75,7 +79,15 @@ class Validation:
                 warnings.warn(errors.NO_MORE_VALIDATION, stacklevel=2)
                 continue
             self._validated.add(prefix)
-            logs |= {f"val_{prefix}{k}": v for k, v in results.items()}
+            for name, value in results.items():
+                key, of = f"val_{prefix}{name}", prefix.removesuffix("_")
+                if key in logs:
+                    raise ValueError(
+                        errors.SAME_VALIDATION_LOGS.format(
+                            key=key, one=sets[key], other=of
+                        )
+                    )
+                logs[key], sets[key] = value, of
         return logs
 
 

@@ -123,6 +123,15 @@ def test_named_validation_sets_are_logged_by_name():
     }
 
 
+def test_validation_sets_whose_numbers_have_one_name_are_refused():
+    inputs = keras.Input([3])
+    outputs = {n: keras.layers.Dense(1, name=n)(inputs) for n in ("b", "c")}
+    trainer, _ = make_trainer(keras.Model(inputs, outputs))
+    data = X, {"b": Y, "c": Y}
+    with pytest.raises(ValueError, match="val_a_b_loss, of the set 'a' and of"):
+        fit(trainer, *data, validation_data={"a": data, "a_b": data})
+
+
 def test_validation_split_keeps_the_last_samples():
     split, _ = make_trainer(optimizer=keras.optimizers.SGD(0.0))
     history = fit(split, validation_split=0.25).history
