@@ -80,10 +80,11 @@ class FitOptions:
     check_inputs: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "max_updates"):
+        for name, minimum in (("epochs", 0), ("max_updates", 1)):
             value = getattr(self, name)
             if value is not None:
-                require_count(name, value, "Leave it out for the default.")
+                remedy = "Leave it out for the default."
+                require_count(name, value, remedy, minimum=minimum)
         require_count(
             "initial_epoch", self.initial_epoch, "Use 0 to begin.", minimum=0
         )

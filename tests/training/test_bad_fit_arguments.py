@@ -89,7 +89,7 @@ FIT = [
         )
         for name, values in {
             "batch_size": (0, -4, 2.5, True, "4"),
-            "epochs": (0, -1, 1.5, True),
+            "epochs": (-1, 1.5, True),
             "initial_epoch": (-1, 0.5, True),
             "steps_per_epoch": (0, 1.5, True),
             "max_updates": (0, -1, 1.5, True),

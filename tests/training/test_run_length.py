@@ -140,11 +140,17 @@ def test_initial_epoch_counts_epochs_from_there():
     assert trainer.progress.updates == 6
 
 
-def test_initial_epoch_at_the_end_trains_nothing_as_in_keras():
+@pytest.mark.parametrize(
+    "options", [{"epochs": 2, "initial_epoch": 2}, {"epochs": 0}]
+)
+def test_no_epochs_to_train_train_nothing_as_in_keras(options):
     trainer, applied = make_trainer()
     before = weights_of(trainer.model)
-    history = fit(trainer, epochs=2, initial_epoch=2)
-    assert history.history == {}
+    history = fit(trainer, **options)
+    of_keras = make_model()
+    of_keras.compile("sgd", "mse")
+    of_keras = of_keras.fit(X, Y, verbose=0, **options)
+    assert history.history == of_keras.history == {}
     assert applied.logs == []
     for old, new in zip(before, weights_of(trainer.model), strict=True):
         np.testing.assert_array_equal(old, new)
