@@ -156,3 +156,11 @@ SETTLED = (
     "{name} = {value!r} for one that is there. Make another one with the same "
     "model and optimizer."
 )
+
+NOT_SAVED = (
+    "{name} has changed in training, and no checkpoint keeps it: it is not "
+    "made of numbers, strings, arrays, tensors, lists, tuples and dicts. A run "
+    "that goes on begins with what it is given there. Keep what it is made of, "
+    "or derive the callback from accumtrainer.Callback, with has_state = True, "
+    "get_state and set_state. This is said once."
+)

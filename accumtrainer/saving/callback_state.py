@@ -1,23 +1,32 @@
 """What a checkpoint keeps of callbacks, those of Keras included."""
 
 import hashlib
+import warnings
+from collections import deque
 from typing import Any
 
 import numpy as np
 
+from accumtrainer import errors
+from accumtrainer.keras_api import ops
 from accumtrainer.observers.callback import Callback
-from accumtrainer.saving.snapshot import encode
+from accumtrainer.observers.dispatcher import WATCHERS
+from accumtrainer.saving.snapshot import encode, on_host
 
 GIVEN = ("params", "model", "_model", "trainer", "validation_data")
 """Attributes that whoever calls a callback has put there."""
+
+CONTAINERS = (list, tuple, dict, set, deque, np.ndarray)
+"""What holds data as a rule; other objects are tools: files, threads, plots."""
 
 
 class CallbackStates:
     """Reads and restores the state of the callbacks of one run.
 
     A callback with `has_state` says itself what to keep. Of any other the
-    attributes are kept that are plain values or arrays, and have changed since
-    training began: the patience that `EarlyStopping` has left, not the
+    attributes are kept that are plain values, arrays or tensors, and have
+    changed since training began, and a warning names a changed one that cannot
+    be: the patience that `EarlyStopping` has left, not the
     patience it was given.
 
     Args:
@@ -27,10 +36,15 @@ class CallbackStates:
     def __init__(self, callbacks: Any):
         self._callbacks = _keyed(callbacks)
         self._begun = {
-            key: _plain_attributes(callback)
+            key: _written(callback)
             for key, callback in self._callbacks.items()
             if not _has_state(callback)
         }
+        self._values = {
+            key: _values_of(self._callbacks[key], written)
+            for key, written in self._begun.items()
+        }
+        self._named: set[str] = set()
 
     def get(self) -> dict[str, dict[str, Any]]:
         """Return the states, dict from a callback's key to a dict.
@@ -42,7 +56,9 @@ class CallbackStates:
             if _has_state(callback):
                 states[key] = _copied(callback.get_state())
             else:
-                states[key] = self._changed(key, callback)
+                changed = self._changed(key)
+                self._warn_of_lost(key, changed)
+                states[key] = _values_of(callback, changed)
         return {key: state for key, state in states.items() if state}
 
     def set(self, states: dict[str, Any]) -> None:
@@ -56,20 +72,35 @@ class CallbackStates:
                 if key in states:
                     callback.set_state(states[key])
                 continue
-            now = _plain_attributes(callback)
-            begun = {k: v for k, v in self._begun[key].items() if k in now}
-            for name, (_, value) in begun.items():
-                _put_back(callback, name, _copied(value))
+            values = self._values[key]
+            for name in self._changed(key).keys() & values.keys():
+                _put_back(callback, name, values[name])
             for name, value in states.get(key, {}).items():
                 _put_back(callback, name, value)
 
-    def _changed(self, key: str, callback: Any) -> dict[str, Any]:
+    def _changed(self, key: str) -> dict[str, Any]:
+        """Write what has become another than when training began."""
         begun = self._begun[key]
         return {
-            name: value
-            for name, (written, value) in _plain_attributes(callback).items()
-            if name not in begun or begun[name][0] != written
+            name: written
+            for name, written in _written(self._callbacks[key]).items()
+            if name not in begun or begun[name] != written
         }
+
+    def _warn_of_lost(self, key: str, changed: dict[str, Any]) -> None:
+        """Name, once, what has changed and cannot be saved."""
+        callback = self._callbacks[key]
+        # Those that know nothing of us, as TensorBoard's, hold files there.
+        is_stock = type(callback).__module__.partition(".")[0] in WATCHERS
+        for name, written in changed.items():
+            is_data = isinstance(vars(callback)[name], CONTAINERS)
+            if written is not None or (is_stock and name[0] == "_"):
+                continue
+            was_data = self._begun[key].get(name) not in (None, NOTHING)
+            called = f"{type(callback).__name__}.{name}"
+            if (is_data or was_data) and called not in self._named:
+                self._named.add(called)
+                warnings.warn(errors.NOT_SAVED.format(name=called), stacklevel=2)
 
 
 def announce_states(callbacks: Any, states: dict[str, Any]) -> None:
@@ -99,20 +130,35 @@ def _has_state(callback: Any) -> bool:
     return isinstance(callback, Callback) and callback.has_state
 
 
-def _plain_attributes(callback: Any) -> dict[str, Any]:
-    """Collect `{name: (as written, value)}` of what can be saved."""
-    plain = {}
-    for name, value in vars(callback).items():
-        if name in GIVEN:
-            continue
-        arrays: dict[str, np.ndarray] = {}
-        try:
-            written = encode(value, arrays, name)
-        except TypeError:
-            continue
-        content = {k: (v.shape, _digest(v)) for k, v in arrays.items()}
-        plain[name] = ((written, content), _copied(value))
-    return plain
+def _written(callback: Any) -> dict[str, Any]:
+    """Write the attributes: `None` for one that cannot be saved."""
+    return {
+        name: _fingerprint(value, name)
+        for name, value in vars(callback).items()
+        if name not in GIVEN
+    }
+
+
+def _fingerprint(value: Any, name: str) -> Any:
+    arrays: dict[str, np.ndarray] = {}
+    try:
+        written = encode(value, arrays, name)
+    except TypeError:
+        return None
+    return written, {k: (v.shape, _digest(v)) for k, v in arrays.items()}
+
+
+NOTHING = _fingerprint(None, "")
+"""How an attribute is written that holds nothing yet."""
+
+
+def _values_of(callback: Any, written: dict[str, Any]) -> dict[str, Any]:
+    """Copy the attributes that could be written."""
+    return {
+        name: _copied(vars(callback)[name])
+        for name, content in written.items()
+        if content is not None
+    }
 
 
 def _put_back(callback: Any, name: str, value: Any) -> None:
@@ -129,6 +175,8 @@ def _put_back(callback: Any, name: str, value: Any) -> None:
         there.update(value)
     elif isinstance(there, tuple) and hasattr(there, "_make"):
         setattr(callback, name, there._make(value))
+    elif ops.is_tensor(there) and isinstance(value, np.ndarray):
+        setattr(callback, name, ops.convert_to_tensor(value))
     else:
         setattr(callback, name, value)
 
@@ -138,11 +186,12 @@ def _digest(array: np.ndarray) -> bytes:
 
 
 def _copied(value: Any) -> Any:
-    """Copy arrays, and lists, tuples and dicts of them; leave all else.
+    """Copy arrays and tensors, and what holds them; leave all else.
 
     A list may be Keras's own, of a model: copied as what it is, it would take
     the model with it. What cannot be saved is refused where it is written.
     """
+    value = on_host(value)
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, dict):

@@ -170,13 +170,26 @@ FUNCTIONS = {"numpy": np, "keras.ops": ops}
 """Modules whose functions are saved by name."""
 
 
+def on_host(value: Any) -> Any:
+    """Bring a tensor to the host, as an array; leave all else.
+
+    What can be assigned to or trained stays too: it is no number that was
+    computed, and somebody goes on with it.
+    """
+    is_trained = getattr(value, "requires_grad", False) and value.is_leaf
+    if not ops.is_tensor(value) or is_trained or hasattr(value, "assign"):
+        return value
+    return ops.convert_to_numpy(value)
+
+
 def encode(value: Any, arrays: dict[str, np.ndarray], name: str) -> Any:
     """Write a nest of plain values in what JSON knows.
 
     Args:
         value: nest of dicts, lists, tuples, `Batch`es, numbers, strings,
-            bytes, `None`, arrays, and functions such as `keras.ops.less`, by
-            which a callback of Keras compares.
+            bytes, `None`, arrays, tensors, which are read back as arrays, and
+            functions such as `keras.ops.less`, by which a callback of Keras
+            compares.
         arrays: dict, to which the arrays of numbers found are added.
         name: how to call them.
 
@@ -193,6 +206,10 @@ def encode(value: Any, arrays: dict[str, np.ndarray], name: str) -> Any:
         >>> list(arrays)
         ['x/best/0']
     """
+    try:
+        value = on_host(value)
+    except Exception as error:  # JAX may have given its memory to another
+        raise TypeError(f"{name} cannot be read: {error}") from error
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | str):

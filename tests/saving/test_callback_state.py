@@ -9,7 +9,7 @@ from pointed import fit, make_trainer
 
 from accumtrainer import Callback, CheckpointError, Every, Trainer
 from accumtrainer.callbacks import Checkpoint
-from accumtrainer.keras_api import keras
+from accumtrainer.keras_api import keras, ops
 from accumtrainer.saving.callback_state import CallbackStates
 
 pytestmark = pytest.mark.usefixtures("without_xla")
@@ -117,6 +117,54 @@ def test_containers_of_a_callback_stay_what_they_are(tmp_path):
     assert seen == counts.seen == [0, 1, 2, 3]
     assert counts.counts["epoch 1"] == counts.counts["epoch 3"] == 1
     assert counts.place.epoch == 3
+
+
+class LogsTensors(keras.callbacks.Callback):
+    """Writes what the backend computes into the logs, and keeps it."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = ops.zeros([2])
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.last = self.last + ops.convert_to_tensor([epoch + 1.0, 0.0])
+        logs["f1"] = ops.mean(ops.convert_to_tensor([0.9 - 0.1 * epoch]))
+
+
+def test_numbers_of_the_backend_are_kept(tmp_path):
+    def parts():
+        stops = keras.callbacks.EarlyStopping("f1", mode="max", patience=9)
+        return LogsTensors(), stops, keras.callbacks.History()
+
+    train(tmp_path, *parts(), epochs=2)
+    logs, stops, history = parts()
+    train(tmp_path, logs, stops, history, epochs=3, resume_from="auto")
+    assert history.epoch == [0, 1, 2]
+    np.testing.assert_allclose(history.history["f1"], [0.9, 0.8, 0.7])
+    np.testing.assert_allclose(stops.best, 0.9, rtol=1e-6)
+    assert stops.wait == 2
+    assert ops.is_tensor(logs.last)
+    assert ops.convert_to_numpy(logs.last).tolist() == [6.0, 0.0]
+
+
+class KeepsTools(keras.callbacks.Callback):
+    """Keeps what no checkpoint can, as a list of objects, and a file."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+        self.lock = None
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.rows.append(object())
+        self.lock = threading.Lock()
+
+
+def test_changed_attribute_that_is_not_kept_is_named_once(tmp_path):
+    with pytest.warns(UserWarning) as warned:
+        train(tmp_path, KeepsTools(), epochs=2)
+    (warning,) = warned
+    assert "KeepsTools.rows has changed" in str(warning.message)
 
 
 def test_newest_checkpoint_of_several_directories_is_gone_on_from(tmp_path):
