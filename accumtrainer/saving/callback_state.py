@@ -1,13 +1,17 @@
 """What a checkpoint keeps of callbacks, those of Keras included."""
 
+import copy
+import enum
 import hashlib
 import warnings
-from collections import deque
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from accumtrainer import errors
+from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import ops
 from accumtrainer.observers.callback import Callback
 from accumtrainer.observers.dispatcher import WATCHERS
@@ -93,14 +97,24 @@ class CallbackStates:
         # Those that know nothing of us, as TensorBoard's, hold files there.
         is_stock = type(callback).__module__.partition(".")[0] in WATCHERS
         for name, written in changed.items():
-            is_data = isinstance(vars(callback)[name], CONTAINERS)
-            if written is not None or (is_stock and name[0] == "_"):
-                continue
-            was_data = self._begun[key].get(name) not in (None, NOTHING)
+            value = vars(callback)[name]
             called = f"{type(callback).__name__}.{name}"
-            if (is_data or was_data) and called not in self._named:
+            was_data = self._begun[key].get(name) not in (None, NOTHING)
+            is_tool = is_stock and name[0] == "_"
+            if called in self._named:
+                continue
+            if written is not None:
+                said = [
+                    errors.KIND_NOT_SAVED.format(name=called, kind=kind)
+                    for kind in sorted(set(_kinds_inside(value)))
+                ]
+            elif not is_tool and (was_data or isinstance(value, CONTAINERS)):
+                said = [errors.NOT_SAVED.format(name=called)]
+            else:
+                said = []
+            for line in said:
                 self._named.add(called)
-                warnings.warn(errors.NOT_SAVED.format(name=called), stacklevel=2)
+                warnings.warn(line, stacklevel=2)
 
 
 def announce_states(callbacks: Any, states: dict[str, Any]) -> None:
@@ -152,6 +166,17 @@ NOTHING = _fingerprint(None, "")
 """How an attribute is written that holds nothing yet."""
 
 
+def _kinds_inside(value: Any) -> Iterator[str]:
+    """Name what a container holds that is read back as something plainer."""
+    if not isinstance(value, CONTAINERS) or isinstance(value, np.ndarray):
+        return
+    for part in value.values() if isinstance(value, dict) else value:
+        is_named = hasattr(part, "_make") and not isinstance(part, Batch)
+        if is_named or isinstance(part, enum.Enum | defaultdict | Counter):
+            yield type(part).__name__
+        yield from _kinds_inside(part)
+
+
 def _values_of(callback: Any, written: dict[str, Any]) -> dict[str, Any]:
     """Copy the attributes that could be written."""
     return {
@@ -162,23 +187,49 @@ def _values_of(callback: Any, written: dict[str, Any]) -> dict[str, Any]:
 
 
 def _put_back(callback: Any, name: str, value: Any) -> None:
-    """Set an attribute; a list or dict that is there keeps being it.
+    """Set an attribute to what was saved, in the kind of what is there.
 
-    Whoever has given it to the callback looks there, and a dict may be of a
-    kind that makes what is missing.
+    A list, dict, set or array is filled anew: whoever has given it to the
+    callback looks there. Of one that the class or another attribute holds too,
+    which may have become another, a copy is filled.
     """
-    there = getattr(callback, name, None)
+    held = vars(callback)
+    there = held.get(name, getattr(callback, name, None))
+    is_shared = name not in held or sum(v is there for v in held.values()) > 1
+    if isinstance(there, CONTAINERS) and is_shared:
+        there = copy.copy(there)
+    if _fill(there, value):
+        value = there
+    elif isinstance(there, tuple) and hasattr(there, "_make"):
+        value = there._make(value)
+    elif isinstance(there, enum.Enum):
+        value = type(there)(value)
+    elif ops.is_tensor(there) and isinstance(value, np.ndarray):
+        value = ops.convert_to_tensor(value)
+    setattr(callback, name, value)
+
+
+def _fill(there: Any, value: Any) -> bool:
+    """Give something the content of a value, if it is one to be filled."""
     if isinstance(there, list) and isinstance(value, list):
         there[:] = value
     elif isinstance(there, dict) and isinstance(value, dict):
         there.clear()
         there.update(value)
-    elif isinstance(there, tuple) and hasattr(there, "_make"):
-        setattr(callback, name, there._make(value))
-    elif ops.is_tensor(there) and isinstance(value, np.ndarray):
-        setattr(callback, name, ops.convert_to_tensor(value))
+    elif isinstance(there, set) and isinstance(value, set):
+        there.clear()
+        there.update(value)
+    elif isinstance(there, deque) and isinstance(value, deque):
+        there.clear()
+        there.extend(value)
+    elif isinstance(there, np.ndarray) and isinstance(value, np.ndarray):
+        fits = there.shape == value.shape and there.dtype == value.dtype
+        if not (fits and there.flags.writeable):
+            return False
+        there[...] = value
     else:
-        setattr(callback, name, value)
+        return False
+    return True
 
 
 def _digest(array: np.ndarray) -> bytes:
@@ -200,4 +251,6 @@ def _copied(value: Any) -> Any:
         return [_copied(v) for v in value]
     if type(value) is tuple:
         return tuple(_copied(v) for v in value)
+    if isinstance(value, set | deque):
+        return copy.copy(value)
     return value

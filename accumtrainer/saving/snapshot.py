@@ -3,6 +3,7 @@
 import base64
 import math
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -186,10 +187,10 @@ def encode(value: Any, arrays: dict[str, np.ndarray], name: str) -> Any:
     """Write a nest of plain values in what JSON knows.
 
     Args:
-        value: nest of dicts, lists, tuples, `Batch`es, numbers, strings,
-            bytes, `None`, arrays, tensors, which are read back as arrays, and
-            functions such as `keras.ops.less`, by which a callback of Keras
-            compares.
+        value: nest of dicts, lists, tuples, sets, deques, `Batch`es, numbers,
+            strings, bytes, `None`, arrays, tensors, which are read back as
+            arrays, and functions such as `keras.ops.less`, by which a callback
+            of Keras compares.
         arrays: dict, to which the arrays of numbers found are added.
         name: how to call them.
 
@@ -236,6 +237,10 @@ def encode(value: Any, arrays: dict[str, np.ndarray], name: str) -> Any:
         parts = [encode(v, arrays, f"{name}/{i}") for i, v in enumerate(value)]
         kind = "batch" if isinstance(value, Batch) else "tuple"
         return parts if isinstance(value, list) else {kind: parts}
+    if isinstance(value, deque):
+        return {"deque": [encode(list(value), arrays, name), value.maxlen]}
+    if isinstance(value, set):
+        return {"set": encode(list(value), arrays, name)}
     if isinstance(value, dict) and all(isinstance(k, str) for k in value):
         named = {k: encode(v, arrays, f"{name}/{k}") for k, v in value.items()}
         is_clear = len(named) != 1 or not set(named) & set(DECODERS)
@@ -270,6 +275,8 @@ DECODERS: dict[str, Callable[..., Any]] = {
     "bytes": lambda text, arrays: base64.b64decode(text),
     "function": lambda parts, arrays: getattr(FUNCTIONS[parts[0]], parts[1]),
     "tuple": lambda parts, arrays: tuple(decode(parts, arrays)),
+    "deque": lambda parts, arrays: deque(decode(parts[0], arrays), parts[1]),
+    "set": lambda parts, arrays: set(decode(parts, arrays)),
     "batch": lambda parts, arrays: Batch(*decode(parts, arrays)),
     "dict": lambda parts, arrays: {
         k: decode(v, arrays) for k, v in parts.items()

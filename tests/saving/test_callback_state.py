@@ -1,6 +1,7 @@
 """What is copied of callbacks for a checkpoint, and what is not."""
 
 import collections
+import enum
 import threading
 
 import numpy as np
@@ -92,31 +93,92 @@ def test_callback_that_was_told_of_a_refused_resume_begins_anew(tmp_path):
     assert checkpoint.checkpoints.names() != before
 
 
+class Phase(enum.StrEnum):
+    """How far it is."""
+
+    BEGUN = "begun"
+    GOING_ON = "going on"
+
+
 class Counts(keras.callbacks.Callback):
-    """Counts in containers of several kinds, one of them somebody else's."""
+    """Counts in containers of several kinds, two of them somebody else's."""
 
     Place = collections.namedtuple("Place", ["epoch", "batch"])
 
-    def __init__(self, seen):
+    def __init__(self, seen, losses):
         super().__init__()
-        self.seen = seen
+        self.seen, self.losses = seen, losses
         self.counts = collections.defaultdict(int)
         self.place = self.Place(0, 0)
+        self.latest = collections.deque(maxlen=2)
+        self.kinds = set()
+        self.phase = Phase.BEGUN
 
     def on_epoch_end(self, epoch, logs=None):
         self.seen.append(epoch)
+        self.losses[epoch] = logs["loss"]
         self.counts[f"epoch {epoch}"] += 1
         self.place = self.Place(epoch, self.place.batch)
+        self.latest.append(epoch)
+        self.kinds.add(epoch % 2)
+        self.phase = Phase.GOING_ON
 
 
 def test_containers_of_a_callback_stay_what_they_are(tmp_path):
-    train(tmp_path, Counts([]), epochs=2)
-    seen = []
-    counts = Counts(seen)
-    train(tmp_path, counts, epochs=4, resume_from="auto")
+    train(tmp_path, Counts([], np.zeros(4)), epochs=2)
+    seen, losses = [], np.zeros(4)
+    counts = Counts(seen, losses)
+    phases = []
+    notes = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: phases.append(counts.phase)
+    )
+    train(tmp_path, counts, notes, epochs=4, resume_from="auto")
     assert seen == counts.seen == [0, 1, 2, 3]
+    assert losses is counts.losses and losses.all()
     assert counts.counts["epoch 1"] == counts.counts["epoch 3"] == 1
     assert counts.place.epoch == 3
+    assert list(counts.latest) == [2, 3]
+    assert counts.kinds == {0, 1}
+    assert phases[0] is Phase.GOING_ON
+
+
+class SharesDicts(keras.callbacks.Callback):
+    """Begins two attributes as one dict, and a third with its class's list."""
+
+    rows: list = []
+
+    def __init__(self):
+        super().__init__()
+        self.best = self.last = {}
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.last = {"epoch": epoch}
+        self.best = self.best or self.last
+        self.rows = [*self.rows, epoch]
+
+
+def test_attributes_that_begin_as_one_object_do_not_stay_one(tmp_path):
+    train(tmp_path, SharesDicts(), epochs=2)
+    shares = SharesDicts()
+    train(tmp_path, shares, epochs=2, resume_from="auto")
+    assert shares.best == {"epoch": 0} and shares.last == {"epoch": 1}
+    assert shares.rows == [0, 1] and SharesDicts.rows == []
+
+
+class KeepsPlaces(keras.callbacks.Callback):
+    """Keeps a list of what has names."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.places.append(Counts.Place(epoch, 0))
+
+
+def test_kind_that_is_read_back_as_a_plainer_one_is_named(tmp_path):
+    with pytest.warns(UserWarning, match="KeepsPlaces.places holds a Place"):
+        train(tmp_path, KeepsPlaces(), epochs=1)
 
 
 class LogsTensors(keras.callbacks.Callback):
