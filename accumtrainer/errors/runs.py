@@ -161,8 +161,8 @@ NOT_SAVED = (
     "{name} has changed in training, and no checkpoint keeps it: it is not "
     "made of numbers, strings, arrays, tensors, lists, tuples, sets and dicts. "
     "A run that goes on begins with what it is given there. Keep what it is "
-    "made of, or derive the callback from accumtrainer.Callback, with has_state = True, "
-    "get_state and set_state. This is said once."
+    "made of, or derive the callback from accumtrainer.Callback, with "
+    "has_state = True, get_state and set_state. This is said once."
 )
 
 KIND_NOT_SAVED = (

@@ -2,13 +2,13 @@
 
 import copy
 import enum
-import hashlib
 import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch
@@ -35,9 +35,11 @@ class CallbackStates:
 
     Args:
         callbacks: callbacks for which `on_train_begin` has been called.
+        will_set: whether `set` will be called; what there is now is copied
+            for it.
     """
 
-    def __init__(self, callbacks: Any):
+    def __init__(self, callbacks: Any, *, will_set: bool = True):
         self._callbacks = _keyed(callbacks)
         self._begun = {
             key: _written(callback)
@@ -47,6 +49,7 @@ class CallbackStates:
         self._values = {
             key: _values_of(self._callbacks[key], written)
             for key, written in self._begun.items()
+            if will_set
         }
         self._named: set[str] = set()
 
@@ -157,7 +160,7 @@ def _fingerprint(value: Any, name: str) -> Any:
     arrays: dict[str, np.ndarray] = {}
     try:
         written = encode(value, arrays, name)
-    except TypeError:
+    except (TypeError, RecursionError):  # it may hold itself
         return None
     return written, {k: (v.shape, _digest(v)) for k, v in arrays.items()}
 
@@ -233,7 +236,7 @@ def _fill(there: Any, value: Any) -> bool:
 
 
 def _digest(array: np.ndarray) -> bytes:
-    return hashlib.blake2b(array.tobytes()).digest()
+    return xxhash.xxh3_128_digest(array.reshape(-1).view(np.uint8))
 
 
 def _copied(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """Everything a training changes, copied to the host, and put back."""
 
 import base64
+import io
 import math
 import re
 from collections import deque
@@ -110,6 +111,20 @@ def _text(shape: Sequence[int], dtype: str, cells: list[Any]) -> np.ndarray:
     return np.array(cells, dtype).reshape(shape)
 
 
+def _is_known_to_files(dtype: np.dtype) -> bool:
+    """Whether files of arrays have it: numbers up to 64 bits, or bfloat16."""
+    is_added = dtype.isbuiltin == 2  # by a package, to those of NumPy
+    is_number = dtype.kind in "biuf" and dtype.itemsize <= 8
+    return is_added or (is_number and dtype.isnative)
+
+
+def _npy(array: np.ndarray) -> np.ndarray:
+    """Write an array as NumPy does, in bytes: complex numbers, dates, rows."""
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return np.frombuffer(file.getvalue(), np.uint8)
+
+
 def copy_to_host(variables: list[Variable]) -> dict[str, np.ndarray]:
     """Copy variables, `{path: array}`; the arrays belong to nobody else.
 
@@ -191,7 +206,8 @@ def encode(value: Any, arrays: dict[str, np.ndarray], name: str) -> Any:
             strings, bytes, `None`, arrays, tensors, which are read back as
             arrays, and functions such as `keras.ops.less`, by which a callback
             of Keras compares.
-        arrays: dict, to which the arrays of numbers found are added.
+        arrays: dict, to which the arrays of numbers found are added. They are
+            not copied.
         name: how to call them.
 
     Returns:
@@ -230,9 +246,12 @@ def encode(value: Any, arrays: dict[str, np.ndarray], name: str) -> Any:
         # Files of arrays know numbers alone.
         cells = encode(value.ravel().tolist(), arrays, name)
         return {"text": [list(value.shape), value.dtype.str, cells]}
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        arrays[name] = np.array(value, order="C")
-        return {"array": name}
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        while name in arrays:  # {"a": {"b": 1}, "a/b": 1} have one name
+            name += "'"
+        is_known = _is_known_to_files(value.dtype)
+        arrays[name] = np.asarray(value if is_known else _npy(value), order="C")
+        return {"array" if is_known else "npy": name}
     if isinstance(value, list | tuple):
         parts = [encode(v, arrays, f"{name}/{i}") for i, v in enumerate(value)]
         kind = "batch" if isinstance(value, Batch) else "tuple"
@@ -269,6 +288,7 @@ def decode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
 
 DECODERS: dict[str, Callable[..., Any]] = {
     "array": lambda name, arrays: arrays[name],
+    "npy": lambda name, arrays: np.load(io.BytesIO(arrays[name].tobytes())),
     "text": lambda parts, arrays: _text(*decode(parts, arrays)),
     "blank": lambda parts, arrays: _zeros(*parts),
     "float": lambda text, arrays: float(text),

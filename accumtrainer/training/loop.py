@@ -102,7 +102,9 @@ class FitLoop:
         self._engine.lasting.begin_averages()
         self._clock.start(self._start.seconds)  # compiling does not count
         with self._interruption.deferred(), self._dispatcher.training():
-            self._callback_states = CallbackStates(self._dispatcher.callbacks)
+            self._callback_states = CallbackStates(
+                self._dispatcher.callbacks, will_set=self._saved is not None
+            )
             with contextlib.ExitStack() as at_the_end, self._saved_on_errors():
                 # The model is left current, however training ends.
                 at_the_end.callback(self._engine.write_back)
@@ -323,10 +325,8 @@ class FitLoop:
         trainer, options = self._trainer, self._options
         if trainer.model.stop_training:
             return True
-        if options.max_seconds is not None:
-            if self._clock.seconds >= options.max_seconds:
-                return True
-        return self._has_made_all_updates()
+        limit = math.inf if options.max_seconds is None else options.max_seconds
+        return self._clock.seconds >= limit or self._has_made_all_updates()
 
     def _has_made_all_updates(self) -> bool:
         if math.isinf(self._options.update_limit):
@@ -438,13 +438,13 @@ class FitLoop:
         engine, dispatcher = self._engine, self._dispatcher
         dispatcher.call("on_train_batch_begin", index, {})
         engine.follow_model_amid_fit()
+        counting, before = engine.counting, None
         if any(map(dispatcher.listens, ("on_micro_batch", "on_accumulate"))):
-            before = engine.counting.progress
-            report = engine.run_window(window)
-            self._tell_micro_batches(report, engine.last_window, before)
-        else:
-            report = engine.run_window(window)
-        counting, window = engine.counting, engine.last_window
+            before = counting.progress
+        report = engine.run_window(window)
+        window = engine.last_window
+        if before is not None:
+            self._tell_micro_batches(report, window, before)
         counting.add(window.micro_batches, window.samples)
         counting.set_seconds(self._start.before.seconds + self._clock.seconds)
         if dispatcher.listens("on_apply"):

@@ -3,6 +3,7 @@
 import collections
 import enum
 import threading
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -207,6 +208,24 @@ def test_numbers_of_the_backend_are_kept(tmp_path):
     assert stops.wait == 2
     assert ops.is_tensor(logs.last)
     assert ops.convert_to_numpy(logs.last).tolist() == [6.0, 0.0]
+
+
+def test_attribute_that_holds_itself_ends_no_training():
+    callback = keras.callbacks.Callback()
+    callback.tree = {}
+    callback.tree["root"] = callback.tree
+    assert fit(callback).progress.updates == 6
+
+
+def test_large_array_of_a_callback_is_not_copied_where_nothing_is_restored():
+    callback = keras.callbacks.Callback()
+    callback.data = np.zeros([4 * 2**20], "uint8")
+    tracemalloc.start()
+    try:
+        CallbackStates([callback], will_set=False)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 class KeepsTools(keras.callbacks.Callback):

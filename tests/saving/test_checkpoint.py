@@ -112,6 +112,34 @@ def test_arrays_of_text_survive_a_checkpoint(tmp_path, text):
 
 
 @pytest.mark.parametrize(
+    "array",
+    [
+        np.array([1 + 2j, 3]),
+        np.array(["2020-01-01", "NaT"], "datetime64[D]"),
+        np.array([(1.0, 2)], [("a", "f4"), ("b", "i8")]),
+        np.ones(2, np.longdouble),
+        np.arange(3, dtype=">f4"),
+        np.array(1.5),
+    ],
+    ids=lambda array: str(array.dtype),
+)
+def test_arrays_of_every_dtype_survive_a_checkpoint(tmp_path, array):
+    callbacks = {"Keeps-0": {"array": array}}
+    snapshot = dataclasses.replace(make_snapshot(), callbacks=callbacks)
+    write_checkpoint(tmp_path / "a", snapshot)
+    again = read_checkpoint(tmp_path / "a").callbacks["Keeps-0"]["array"]
+    assert again.dtype == array.dtype and again.shape == array.shape
+    np.testing.assert_array_equal(again, array)
+
+
+def test_arrays_whose_places_read_alike_stay_apart():
+    arrays = {}
+    value = {"a": {"b": np.ones(2)}, "a/b": np.zeros(2)}
+    again = decode(encode(value, arrays, "x"), arrays)
+    np.testing.assert_equal(again, value)
+
+
+@pytest.mark.parametrize(
     ("value", "kind"),
     [(lambda: None, "function"), (np.array([{1}, "no"], object), "ndarray")],
 )
