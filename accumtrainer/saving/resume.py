@@ -91,9 +91,19 @@ def find_saved(resume_from: Any, callbacks: Any) -> Snapshot | None:
             "callbacks, which says where to look. Received: none. Add "
             "accumtrainer.callbacks.Checkpoint(directory), or give the path."
         )
-    found = [place.newest() for place in places]
+    found, failures = [], []
+    for place in places:
+        try:
+            found.append(place.newest())
+        except errors.CheckpointError as failure:
+            failures.append(failure)
+    good = [snapshot for snapshot in found if snapshot is not None]
+    if failures and not good:
+        raise failures[0]
+    for failure in failures:
+        warnings.warn(f"{failure} It is skipped.", stacklevel=3)
     return max(
-        (snapshot for snapshot in found if snapshot is not None),
+        good,
         key=lambda snapshot: snapshot.progress["micro_batches"],
         default=None,
     )

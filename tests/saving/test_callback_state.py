@@ -259,3 +259,16 @@ def test_newest_checkpoint_of_several_directories_is_gone_on_from(tmp_path):
     )
     fit(rare, often, notes, trainer=trainer, epochs=3, resume_from="auto")
     assert begun == [2]
+
+
+def test_directory_of_which_all_is_damaged_gives_way_to_a_good_one(tmp_path):
+    def both():
+        return Checkpoint(tmp_path / "a"), Checkpoint(tmp_path / "b", keep=1)
+
+    fit(*both(), trainer=make_trainer(), epochs=1)
+    for damaged in (tmp_path / "b").glob("*/state.json"):
+        damaged.write_text("")
+    trainer = make_trainer()
+    with pytest.warns(UserWarning, match="all 1 are damaged"):
+        fit(*both(), trainer=trainer, epochs=2, resume_from="auto")
+    assert trainer.progress.updates == 12
