@@ -381,6 +381,9 @@ class Trainer(Answers):
         """
         if self._loop is None:
             self._engine.follow_model()
+        else:
+            # What a callback has frozen or unfrozen counts already.
+            self._engine.follow_model_amid_fit()
         return take_snapshot(self, self._engine, self._loop)
 
     def save(self, path: str | os.PathLike) -> None:

@@ -1,5 +1,7 @@
 """Claims about layers that are frozen or unfrozen amid a run."""
 
+import shutil
+
 import numpy as np
 import pytest
 from quickest import JIT_COMPILE
@@ -227,6 +229,37 @@ def test_runs_go_on_bit_for_bit_from_either_side(epochs, tmp_path):
     assert_same(
         numbers(trainer.model.variables), numbers(whole.model.variables)
     )
+
+
+def test_data_that_fail_right_after_an_unfreezing_lose_no_update(tmp_path):
+    def run(*, fails=False, **options):
+        trainer = make_trainer(accumulation=1)
+        base = trainer.model.get_layer("base")
+
+        def batches():
+            while not (fails and base.trainable):
+                yield X[:4], Y[:4]
+            raise OSError("the disk is away")
+
+        saving = Checkpoint(tmp_path, every=Every(3, "updates"))
+        unfreeze = Unfreeze(Every(2, "epochs"), ["base"])
+        trainer.fit(
+            batches(),
+            epochs=3,
+            steps_per_epoch=2,
+            callbacks=[saving, unfreeze],
+            fast_forward=True,
+            verbose=0,
+            **options,
+        )
+        return numbers(trainer.model.variables)
+
+    whole = run()
+    for path in tmp_path.iterdir():
+        shutil.rmtree(path)
+    with pytest.raises(OSError, match="the disk is away"):
+        run(fails=True)
+    assert_same(run(resume_from="auto"), whole)
 
 
 def test_frozen_layers_stay_as_they_are():
