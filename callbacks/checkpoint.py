@@ -1,5 +1,6 @@
 """Saves a run so that it can go on as if it had never stopped."""
 
+import math
 import os
 import signal
 import warnings
@@ -8,15 +9,32 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from accumtrainer import Callback, CheckpointDirectory, Every, Progress, Score
 from accumtrainer.callbacks.arguments import require_every, require_whole
-
-LARGER_IS_BETTER = (
-    *("acc", "auc", "f1", "fbeta", "precision", "recall", "score", "iou"),
-    *("io_u", "similarity", "sensitivity", "specificity", "r2", "psnr"),
-    *("true_positives", "true_negatives"),
+from accumtrainer.callbacks.best_values import (
+    Direction,
+    direction_by_metric,
+    direction_by_name,
 )
-"""Parts of names of numbers that are good when they are large."""
+
+UNCLEAR = (
+    "mode must say what is best where neither a metric of the model nor the "
+    "name does. Received: keep_best={name!r}, mode='auto'. Give mode='max' or "
+    "mode='min'."
+)
+
+SEVERAL = (
+    "keep_best must name a single number. Received: keep_best={name!r}, whose "
+    "value has the shape {shape}. Log one number of it, such as the mean."
+)
+
+MISSING = (
+    "keep_best must name a number in the logs. Received: keep_best={name!r}, "
+    "which never came; available are: {names}. No checkpoint was kept as the "
+    "best."
+)
 
 SAVES_ALWAYS = ("stop", "interruption", "error", "end")
 
@@ -42,7 +60,9 @@ class Checkpoint(Callback):
             checkpoint where it was best is kept too. A new best one is saved
             at once.
         mode: `"min"`, `"max"`, or `"auto"`: what is best. `"auto"` goes by
-            the name.
+            what the metric of that name says of itself, as in Keras, or else
+            by the last word of the name that is known, such as `"error"` or
+            `"accuracy"`.
         signals: names of signals at which training ends in good order: the
             running update is finished, a checkpoint is written, and `fit`
             raises `Preempted`. Ctrl-C is always treated so, and raises
@@ -50,7 +70,9 @@ class Checkpoint(Callback):
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: an argument breaks its rule.
+        ValueError: an argument breaks its rule. With the first update,
+            `mode="auto"` cannot tell what is best. Later, what `keep_best`
+            names is no single number.
 
     Examples:
         >>> checkpoint = Checkpoint("runs/a", every=Every(500, "updates"))
@@ -80,10 +102,13 @@ class Checkpoint(Callback):
         self.every = every
         self.signals = tuple(signals)
         self._monitored = keep_best
-        self._mode = _mode(keep_best) if mode == "auto" else mode
-        self._best: Score | None = None
+        self._given_mode = mode
+        self._mode: Direction | None = None  # until the model has metrics
+        self._best: float | None = None
         self._score: Score | None = None
         self._is_new_best = False
+        self._is_validated = False
+        self._names: list[str] = []
         self._since: Any = None
         self._saved_at: Any = None
         self._writer: Any = None
@@ -99,9 +124,11 @@ class Checkpoint(Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         if not (self._was_restored and self.params.get("resumes")):
             self._best = self._score = self._saved_at = None
+            self._is_validated = False
             self._since = self.trainer.progress
         self._was_restored = False
         self._is_new_best = False
+        self._mode, self._names = None, []
         if self.params.get("fast_dev_run", False):
             return
         if self.trainer.is_chief:
@@ -109,14 +136,21 @@ class Checkpoint(Callback):
         self._writer = ThreadPoolExecutor(1, "checkpoint")
 
     def on_validation_end(self, update: int, logs: Any = None) -> None:
-        self._judge(logs)
+        if self._monitored in (logs or {}):
+            self._is_validated = True
+            self._judge(logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._monitored is None:
+            return
+        self._names = list(logs or {})
         # Of a validation these logs may tell long after it was made.
-        if not (self._monitored or "").startswith("val_"):
+        if self._monitored in self._names and not self._is_validated:
             self._judge(logs)
 
     def on_safe_point(self, reason: str, logs: Any = None) -> None:
+        if reason == "update":  # better now than at the end of the epoch
+            self._find_mode()
         if self._writer is None:
             return
         is_due = (
@@ -131,41 +165,50 @@ class Checkpoint(Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         self._was_restored = False
-        if self._writer is None:
-            return
-        try:
-            self._wait(is_last=True)
-            self._rate_last()
-        finally:
-            self._writer.shutdown()
-            self._writer = None
+        if self._writer is not None:
+            try:
+                self._wait(is_last=True)
+                self._rate_last()
+            finally:
+                self._writer.shutdown()
+                self._writer = None
+        if self._names and self._best is None:
+            names = ", ".join(self._names)
+            warnings.warn(
+                MISSING.format(name=self._monitored, names=names), stacklevel=2
+            )
 
     def get_state(self) -> dict[str, Any]:
-        best = self._best
         return {
-            "best": None if best is None else best.value,
+            "best": self._best,
+            "is_validated": self._is_validated,
             "keep_best": self._monitored,
             "since": (self._since or Progress()).as_dict(),
             "saved_at": self._saved_at,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        best = state["best"]
+        self._best = state["best"]
+        self._is_validated = state.get("is_validated", False)
         if state.get("keep_best", self._monitored) != self._monitored:
-            best = None  # of another number
-        self._best = None if best is None else self._score_of(best)
+            self._best, self._is_validated = None, False  # of another number
         self._since = Progress.from_dict(state["since"])
         self._saved_at = state["saved_at"]
         self._was_restored = True
 
     def _judge(self, logs: Any) -> None:
         """Note the number by which checkpoints are compared."""
-        value = (logs or {}).get(self._monitored)
+        value = logs[self._monitored]
         if value is None:
             return
-        self._score = self._score_of(value)
-        if self._best is None or self._score.is_better_than(self._best):
-            self._best, self._is_new_best = self._score, True
+        shape = np.shape(value)
+        if math.prod(shape) != 1:
+            raise ValueError(SEVERAL.format(name=self._monitored, shape=shape))
+        number = float(np.ravel(value)[0] if shape else value)
+        self._score = self._score_of(number)
+        best = self._best
+        if best is None or self._score.is_better_than(self._score_of(best)):
+            self._best, self._is_new_best = number, True
 
     def _rate_last(self) -> None:
         """Give the last checkpoint the score of what was judged after it.
@@ -179,11 +222,25 @@ class Checkpoint(Callback):
             return
         self._is_new_best = False
         if self.trainer.is_chief:
-            self.checkpoints.rate(self._best)
+            self.checkpoints.rate(self._score_of(self._best))
+
+    def _find_mode(self) -> None:
+        """Find out what is best, as soon as the model has its metrics."""
+        if self._monitored is None or self._mode is not None:
+            return
+        if self._given_mode != "auto":
+            self._mode = self._given_mode
+            return
+        name = self._monitored
+        self._mode = direction_by_metric(name, self.model)
+        self._mode = self._mode or direction_by_name(name)
+        if self._mode is None:
+            raise ValueError(UNCLEAR.format(name=name))
 
     def _score_of(self, value: Any) -> Score:
-        assert self._monitored is not None
-        return Score(name=self._monitored, value=float(value), mode=self._mode)
+        self._find_mode()
+        assert self._monitored is not None and self._mode is not None
+        return Score(name=self._monitored, value=value, mode=self._mode)
 
     def _save(self) -> None:
         progress = self.trainer.progress
@@ -218,14 +275,6 @@ class Checkpoint(Callback):
             "on and tries again.",
             stacklevel=2,
         )
-
-
-def _mode(name: str | None) -> Literal["min", "max"]:
-    name = (name or "").lower()
-    is_larger_better = any(part in name for part in LARGER_IS_BETTER)
-    # An output may have a name of these.
-    is_loss = name.endswith("loss")
-    return "max" if is_larger_better and not is_loss else "min"
 
 
 def _check(

@@ -109,7 +109,9 @@ class Wait(Callback):
 
 
 def test_best_checkpoint_has_an_alias_of_its_own(server, tmp_path):
-    checkpoint = Checkpoint(tmp_path / "saved", keep=9, keep_best="score")
+    checkpoint = Checkpoint(
+        tmp_path / "saved", keep=9, keep_best="score", mode="max"
+    )
     logger = make_logger(tmp_path / "runs", log_checkpoints=checkpoint)
     fit(make_trainer(), Judge(), Wait(checkpoint), checkpoint, logger, epochs=3)
     (run,) = written_runs(tmp_path / "runs")

@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from accumtrainer import (
     CheckpointDirectory,
     CheckpointError,
-    Progress,
     Score,
     Snapshot,
 )
-from accumtrainer.callbacks import Checkpoint
 from accumtrainer.data.batches import Batch
 from accumtrainer.saving.checkpoint import (
     ARRAYS,
@@ -332,27 +330,6 @@ def test_a_path_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
         CheckpointDirectory(tmp_path / "file" / "runs").write(make_snapshot())
-
-
-@pytest.mark.parametrize(
-    "name, mode",
-    [
-        ("val_loss", "min"),
-        ("mae", "min"),
-        ("val_accuracy", "max"),
-        ("val_mean_io_u", "max"),
-        ("val_cosine_similarity", "max"),
-        ("specificity_at_sensitivity", "max"),
-        ("val_R2", "max"),
-        ("val_score_loss", "min"),
-    ],
-)
-def test_what_is_best_goes_by_the_name(name, mode):
-    checkpoint = Checkpoint("runs/a", keep_best=name)
-    since = Progress().as_dict()
-    checkpoint.set_state({"best": 1.0, "since": since, "saved_at": None})
-    assert checkpoint.get_state()["keep_best"] == name
-    assert checkpoint._best.mode == mode
 
 
 def test_best_is_of_the_number_that_counts_by_now(tmp_path):
