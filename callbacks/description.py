@@ -6,6 +6,7 @@ import math
 import platform
 import shlex
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -37,9 +38,11 @@ def describe_training(trainer: Any, params: dict[str, Any]) -> dict[str, Any]:
         {
             "accumulation": trainer.accumulation,
             "loss_scale": trainer.loss_scale,
-            "optimizer": _describe_optimizer(trainer.optimizer),
-            "schedule": _describe_schedule(schedule_of(trainer.optimizer)),
-            "model": _describe_model(trainer.model),
+            "optimizer": _told(_describe_optimizer, trainer.optimizer),
+            "schedule": _told(
+                _describe_schedule, schedule_of(trainer.optimizer)
+            ),
+            "model": _told(_describe_model, trainer.model),
             "fit": {name: params.get(name) for name in FIT},
             "command": shlex.join(sys.argv),
             "trainer": type(trainer).__name__,
@@ -68,6 +71,17 @@ def as_plain(value: Any) -> Any:
     return str(value)
 
 
+def _told(describe: Callable[[Any], Any], part: Any) -> Any:
+    """Describe a part; one that cannot be described has its class alone.
+
+    It may be of a user's class, which trains without what is asked here.
+    """
+    try:
+        return as_plain(describe(part))
+    except Exception:
+        return {"class_name": type(part).__name__}
+
+
 def _describe_optimizer(optimizer: Any) -> dict[str, Any]:
     """Read the arguments of an optimizer, by the names of its constructor.
 
@@ -89,7 +103,7 @@ def _describe_optimizer(optimizer: Any) -> dict[str, Any]:
             values.pop(name, None)
         values["optimizers"] = [
             _describe_optimizer(member)
-            | {"schedule": _describe_schedule(schedule_of(member))}
+            | {"schedule": _told(_describe_schedule, schedule_of(member))}
             for member in members
         ]
     return {"class_name": type(optimizer).__name__, **values}
@@ -106,7 +120,8 @@ def _describe_model(model: Any) -> dict[str, Any]:
         return sum(math.prod(variable.shape) for variable in variables)
 
     lines = []
-    model.summary(print_fn=lambda line, **_: lines.append(line))
+    # A model may have a `summary` of its own, which takes something else.
+    keras.Model.summary(model, print_fn=lambda line, **_: lines.append(line))
     return {
         "name": model.name,
         "class_name": type(model).__name__,
