@@ -68,8 +68,9 @@ class KeepGradients(Trainer):
 class KeepGradientNorms(Trainer):
     """Keep the norm of each variable's gradient in the last applied update.
 
-    They are of the gradients that `on_apply` gets. Norms take no memory to
-    speak of, and are computed in the compiled step.
+    They are of the gradients that `on_apply` gets, and of the variables that
+    the model has when the Trainer is made. Norms take no memory to speak of,
+    and are computed in the compiled step.
 
     Raises:
         ValueError: the model is not built.
@@ -98,8 +99,9 @@ class KeepGradientNorms(Trainer):
         """Keep the norms of the gradients."""
         variables = self.model.trainable_variables
         for variable, gradient in zip(variables, gradients, strict=True):
-            path = self._paths[id(variable)]
-            self._kept_norms[path].assign(norm(gradient))
+            # What a layer has got since, as by `enable_lora`, has none.
+            if path := self._paths.get(id(variable)):
+                self._kept_norms[path].assign(norm(gradient))
         return gradients
 
     def kept_norms(self) -> dict[str, Any]:
@@ -108,9 +110,11 @@ class KeepGradientNorms(Trainer):
         They are scalars on the device, for which this does not wait.
         """
         variables = self.model.trainable_variables
+        paths = [self._paths.get(id(variable)) for variable in variables]
         return {
             path: keras.ops.convert_to_tensor(self._kept_norms[path])
-            for path in (self._paths[id(variable)] for variable in variables)
+            for path in paths
+            if path
         }
 
 

@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from quickest import JIT_COMPILE
 from wandb_file import written_runs
 from wandb_runs import (
     QUIET,
@@ -20,7 +21,12 @@ from wandb_runs import (
 )
 
 from accumtrainer import Accumulation, Callback, Every
-from accumtrainer.callbacks import Checkpoint, KeepGradients, WandbLogger
+from accumtrainer.callbacks import (
+    Checkpoint,
+    KeepGradientNorms,
+    KeepGradients,
+    WandbLogger,
+)
 from accumtrainer.keras_api import BACKEND, keras
 
 pytestmark = [
@@ -398,6 +404,18 @@ def test_kept_gradients_are_those_of_the_update():
     ):
         received = keras.ops.convert_to_numpy(gradient)
         np.testing.assert_allclose(old - new, received, atol=1e-6)
+
+
+@pytest.mark.parametrize("cls", [KeepGradients, KeepGradientNorms])
+def test_what_is_kept_leaves_out_variables_made_later(cls, tmp_path):
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    trainer = cls(model, optimizer="sgd", loss="mse", jit_compile=JIT_COMPILE)
+    (layer,) = model.layers
+    layer.enable_lora(2)
+    fit(trainer, make_logger(tmp_path, watch="norms"))
+    assert float(trainer.kept_norms()[layer.bias.path]) > 0
+    lora = [v.path for v in model.trainable_variables if "lora" in v.path]
+    assert len(lora) == 2 and not set(lora) & set(trainer.kept_norms())
 
 
 def test_missing_wandb_is_refused_with_the_remedy(trainer, monkeypatch):
