@@ -9,6 +9,7 @@ from typing import Any
 from accumtrainer import Every
 from accumtrainer.callbacks.arguments import require_path
 from accumtrainer.callbacks.curves import Curve
+from accumtrainer.callbacks.scalars import as_scalars
 from accumtrainer.callbacks.training_picture import (
     draw_curves,
     is_learning_rate,
@@ -97,7 +98,7 @@ class TrainingPlot(WarningLogger):
 
     def write(self, updates: int, numbers: dict[str, Any]) -> None:
         """Add a point to the curves, and draw them if that is due."""
-        for name, value in numbers.items():
+        for name, value in as_scalars(numbers).items():
             if is_drawn(name):
                 self._curves.setdefault(name, Curve()).add(updates, value)
         if self._clock() >= self._next_drawing:

@@ -107,6 +107,21 @@ def test_several_validation_sets_have_a_curve_each(tmp_path):
     assert "val_far_loss, lowest" in words(path)
 
 
+def test_metric_of_several_values_has_no_curve(tmp_path):
+    class TaskLoss(keras.metrics.Mean):
+        def result(self):
+            return keras.ops.stack([super().result()] * 2)
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            return super().update_state(y_pred)
+
+    path = tmp_path / "run.svg"
+    trainer = make_trainer(metrics=[TaskLoss("task_loss")])
+    fit(TrainingPlot(path), trainer, validation_data=(X, Y))
+    assert "val_loss, lowest" in words(path)
+    assert "task_loss" not in words(path)
+
+
 def test_picture_is_drawn_every_so_often_while_training(tmp_path):
     path = tmp_path / "run.png"
     seen = []
