@@ -7,7 +7,7 @@ import numpy as np
 
 from accumtrainer import Callback, Every, Image, Progress, Table
 from accumtrainer.callbacks.arguments import require_every, require_whole
-from accumtrainer.keras_api import keras, tree
+from accumtrainer.keras_api import flatten_layers, keras, tree
 
 
 class Predictions(Callback):
@@ -18,8 +18,9 @@ class Predictions(Callback):
     its labels if there are any, and what the model says. Of a vector of scores
     it tells the class with the largest one, and the scores. Where there are
     several inputs, labels or outputs, their keys are in the names of the
-    columns, as in `label_age`. `to_row` makes other rows. Predicting changes
-    nothing of the training. In a trial (`fast_dev_run`) it does nothing.
+    columns, as in `label_age`. `to_row` makes other rows. It predicts in
+    batches of the training's size, and changes nothing of the training. In a
+    trial (`fast_dev_run`) it does nothing.
 
     Args:
         x: array of examples, or a nest of arrays; no generator or dataset,
@@ -81,7 +82,12 @@ class Predictions(Callback):
             return
         self._since = self.trainer.progress
         # Every process predicts, as they may have to do it together.
-        outputs = self.trainer.predict(self._x, verbose=0)
+        outputs = self.trainer.predict(
+            self._x,
+            batch_size=self.params.get("batch_size"),
+            verbose=0,
+            callbacks=_KeepStates(),
+        )
         if self.trainer.is_chief:
             self.trainer.log_media(self.name, self._table(outputs))
 
@@ -112,6 +118,27 @@ class Predictions(Callback):
             rows.append({"example": index} | row)
         columns = list(dict.fromkeys(name for row in rows for name in row))
         return Table(columns, [[row.get(c) for c in columns] for row in rows])
+
+
+class _KeepStates(Callback):
+    """Puts the states of stateful layers back, which predicting moves."""
+
+    def on_predict_begin(self, logs: Any = None) -> None:
+        states = [
+            state
+            for layer in flatten_layers(self.model)
+            if getattr(layer, "stateful", False)
+            for state in tree.flatten(getattr(layer, "states", None))
+        ]
+        self._kept = [
+            (state, np.array(keras.ops.convert_to_numpy(state)))
+            for state in states
+            if isinstance(state, keras.Variable)
+        ]
+
+    def on_predict_end(self, logs: Any = None) -> None:
+        for state, kept in self._kept:
+            state.assign(kept)
 
 
 def _first(name: str, nest: Any, most: int) -> Any:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from keras_core_gaps import keras_3_only
 from pointed import Points, X, Y, fit, make_trainer
 
 from accumtrainer import Every, Image
@@ -81,6 +82,32 @@ def test_column_that_some_rows_lack_is_empty_there():
 def test_text_that_a_model_takes_is_shown():
     table = Predictions(np.array(["one", "two"]))._table(np.zeros([2, 1]))
     assert table.rows == [[0, "one", 0.0], [1, "two", 0.0]]
+
+
+def test_a_model_of_a_fixed_batch_size_is_asked_in_that_size():
+    inputs = keras.Input([3], batch_size=2)
+    fixed = keras.layers.Dense(1)(inputs) + keras.ops.zeros((2, 1))
+    trainer = make_trainer(keras.Model(inputs, fixed))
+    assert len(shown(Predictions(X, most=4), trainer=trainer).rows) == 4
+
+
+@keras_3_only("keeps states otherwise")
+def test_a_stateful_layer_goes_on_where_it_was():
+    def train(*callbacks):
+        lstm = keras.layers.LSTM(2, stateful=True)
+        layers = [keras.Input([3, 1], batch_size=2), lstm]
+        trainer = make_trainer(
+            keras.Sequential([*layers, keras.layers.Dense(1)])
+        )
+        x = X[..., None]
+        fit(*callbacks, trainer=trainer, x=x, epochs=2, shuffle=False)
+        return trainer.model.get_weights()
+
+    predictions = Predictions(X[:2, :, None], every=Every(2, "updates"))
+    for received, expected in zip(
+        train(predictions, Tables()), train(), strict=True
+    ):
+        np.testing.assert_array_equal(received, expected)
 
 
 def test_nothing_is_predicted_in_a_trial(monkeypatch):
