@@ -3,7 +3,6 @@
 import json
 import math
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,10 @@ class RunLog(WarningLogger):
 
     A line holds `updates` and the numbers of the point. It is on disk when the
     update after it has been made. Numbers that are not finite are written as
-    `null`, since JSON has no others. A file that exists is appended to; after a
-    resume, points that are in it already are not repeated. The end of a line
-    that a crash cut off is removed.
+    `null`, since JSON has no others. A file that exists is appended to. After a
+    resume, points that are in it already are not repeated; where training
+    went otherwise since, as with other settings, both are in it, the later
+    ones below. The end of a line that a crash cut off is removed.
 
     If a point cannot be written, because the disk is full for example, a
     warning says so once and training goes on.
@@ -56,10 +56,10 @@ class RunLog(WarningLogger):
         self._file: Any = None
         self._size = 0
         self._begin = 0  # from here on lie points that may come again
-        self._present = _Present()
+        self._present: set[str] = set()
 
     def open(self) -> None:
-        self._present = _Present()
+        self._present = set()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "ab", buffering=0)
@@ -73,9 +73,10 @@ class RunLog(WarningLogger):
             ) from error
 
     def write(self, updates: int, numbers: dict[str, Any]) -> None:
-        if self._present.has(updates, numbers):
+        point = _strict({"updates": updates} | numbers)
+        if self._present and _telling(point) in self._present:
             return
-        line = json.dumps(_strict({"updates": updates} | numbers)) + "\n"
+        line = json.dumps(point) + "\n"
         try:
             self._append(line.encode())
         except OSError as error:
@@ -95,7 +96,9 @@ class RunLog(WarningLogger):
         super().set_state(state)
         self._begin = state.get("begin_bytes", 0)
         if self._file is not None:
-            self._present = _Present.of_file(self.path, self._begin)
+            # Earlier points may be another run's.
+            lines = self.path.read_bytes()[self._begin :].splitlines()
+            self._present = {_telling(_parse(line)) for line in lines}
 
     def _append(self, line: bytes) -> None:
         """Write a whole line, or nothing."""
@@ -110,36 +113,14 @@ class RunLog(WarningLogger):
         self._begin = self._size
 
 
-class _Present:
-    """The points that a file holds already, after a resume.
-
-    They lie behind what the file held when the checkpoint was made; earlier
-    ones may be another run's. Points come in the same order again, so all
-    before the last one of the file are in it. At the last one's update there
-    may be several, of training and of validation, which have no name in
-    common.
-    """
-
-    def __init__(self, updates: int = -1, names: Iterable[str] = ()):
-        self._updates = updates
-        self._names = set(names) - {"updates", "epoch"}
-
-    @classmethod
-    def of_file(cls, path: Path, begin: int) -> "_Present":
-        """Look for the last points of a file, from some byte on."""
-        updates, names = -1, set[str]()
-        for line in path.read_bytes()[begin:].splitlines():
-            point = _parse(line)
-            if point.get("updates", updates) != updates:
-                updates, names = point["updates"], set()
-            names |= set(point)
-        return cls(updates, names)
-
-    def has(self, updates: int, numbers: dict[str, Any]) -> bool:
-        """Say whether a point is in the file."""
-        if updates != self._updates:
-            return updates < self._updates
-        return bool(self._names & set(numbers))
+def _telling(point: dict[str, Any]) -> str:
+    """Pick of a point what is the same when it comes again: not the speed."""
+    names = [
+        name
+        for name in sorted(point)
+        if "loss" in name or name.startswith("learning_rate")
+    ]
+    return json.dumps([point.get(name) for name in ("updates", *names)] + names)
 
 
 def _strict(value: Any) -> Any:

@@ -142,22 +142,45 @@ def test_resume_repeats_no_point_that_is_in_the_file(tmp_path):
     crashed.open()
     state = json.loads(json.dumps(crashed.get_state()))
     for updates in (2, 4):
-        crashed.write(updates, {"loss": 0.5, "epoch": 0})
+        crashed.write(updates, {"loss": 0.5, "speed": 2, "epoch": 0})
+        if updates == 2:
+            crashed.write(updates, {"val_loss": 1.0, "epoch": 0})
     crashed.close()
     resumed = RunLog(path)
     resumed.open()
     resumed.set_state(state)
     for updates in (2, 4, 6):
-        resumed.write(updates, {"loss": 0.25, "speed": 1, "epoch": 0})
+        resumed.write(updates, {"loss": 0.5, "speed": 1, "epoch": 0})
         resumed.write(updates, {"val_loss": 1.0, "epoch": 0})
     resumed.close()
     # The validation after update 4 had not been written before the crash.
     assert [(p["updates"], p.get("loss")) for p in read(path)] == [
         (2, 0.5),
+        (2, None),
         (4, 0.5),
         (4, None),
-        (6, 0.25),
+        (6, 0.5),
         (6, None),
+    ]
+
+
+@pytest.mark.parametrize("name", ["loss", "learning_rate"])
+def test_resume_with_other_settings_writes_what_it_does(name, tmp_path):
+    path = tmp_path / "run.jsonl"
+    run_log = RunLog(path)
+    for values, state in (([1, 2, 3], {}), ([1, 4], {"begin_bytes": 0})):
+        run_log.open()
+        if state:
+            run_log.set_state(run_log.get_state() | state)
+        for updates, value in enumerate(values):
+            point = {"loss": 1.0, "val_mae": 1.0, name: float(value)}
+            run_log.write(updates, point)
+        run_log.close()
+    assert [(p["updates"], p[name]) for p in read(path)] == [
+        (0, 1.0),
+        (1, 2.0),
+        (2, 3.0),
+        (1, 4.0),
     ]
 
 
