@@ -229,7 +229,7 @@ class WandbRun:
         if self.run.offline:
             runs = self.folder.parent
             markers = runs.glob(f"*run-*-{self.run.id}*/{MARKER}")
-            known += [json.loads(marker.read_text()) for marker in markers]
+            known += [_read_mark(marker) for marker in markers]
         return max(known, key=lambda row: row.get("updates", -1))
 
     def _mark(self, row: dict[str, Any]) -> None:
@@ -247,6 +247,14 @@ class WandbRun:
         self._marker_bytes = max(self._marker_bytes, len(text))
         self._marker.seek(0)
         self._marker.write(text.ljust(self._marker_bytes))
+
+
+def _read_mark(path: Path) -> dict[str, Any]:
+    """Read what was sent last; nothing, if a kill has cut it off."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError:
+        return {}
 
 
 def _joining(active: Any, options: dict[str, Any]) -> dict[str, Any]:

@@ -234,7 +234,8 @@ def test_resume_continues_the_run_and_sends_no_point_twice(tmp_path):
     assert positions(second.history, "loss") == [6]
 
 
-def test_resume_amid_an_epoch_continues_the_run(tmp_path):
+@pytest.mark.parametrize("mark", [None, "", '{"updates": 6'])
+def test_resume_amid_an_epoch_continues_the_run(mark, tmp_path):
     def train(*others, **options):
         fit(
             make_trainer(),
@@ -247,11 +248,15 @@ def test_resume_amid_an_epoch_continues_the_run(tmp_path):
 
     with pytest.raises(RuntimeError, match="power failure"):
         train(Fail(9))
+    if mark is not None:  # it was killed as it left word of what was sent
+        (marker,) = tmp_path.rglob("accumtrainer.json")
+        marker.write_text(mark)
     train(resume_from="auto")
     first, second = written_runs(tmp_path)
     assert first.run.run_id == second.run.run_id
     assert positions(first.history, "loss") == [3, 6, 8]
-    assert positions(second.history, "loss") == [9, 12]
+    again = [] if mark is None else [6]
+    assert positions(second.history, "loss") == [*again, 9, 12]
 
 
 def test_no_point_is_sent_twice_of_the_update_that_a_run_came_to(tmp_path):
