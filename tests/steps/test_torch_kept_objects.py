@@ -11,7 +11,7 @@ import functools
 import numpy as np
 import pytest
 
-from accumtrainer import Accumulation, Trainer
+from accumtrainer import Accumulation, Callback, Trainer
 from accumtrainer.keras_api import BACKEND, keras
 
 if BACKEND != "torch":
@@ -44,6 +44,14 @@ class Slots:
     """An object without a dict of attributes."""
 
     factor: float = 1.0
+
+
+class Watching(Callback):
+    """A callback that keeps a number beside what its base keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = 1.0
 
 
 class Boxed(list):
@@ -131,6 +139,7 @@ KEPT = {
         lambda kept: kept[0].factor,
         lambda kept: set_factor(kept[0]),
     ),
+    "callback": (Watching, factor_of, set_factor),
     "none": (
         lambda: collections.UserDict({0: None}),
         lambda kept: 1.0 if kept[0] is None else 2.0,

@@ -191,9 +191,9 @@ def _how_to_open(kind: type) -> Callable[[Any], Opened] | None:
         if issubclass(kind, parent):
             is_known = _is_known(kind.__module__)
             return opened if is_known else _with_attributes(opened)
-    names = {_package(one.__module__) for one in kind.__mro__}
     # A Trainer, or what watches one, tells what is under way.
-    is_ours = "accumtrainer" in names and not issubclass(kind, torch.nn.Module)
+    is_ours = _package(kind.__module__) == "accumtrainer"
+    is_ours = is_ours and not issubclass(kind, torch.nn.Module)
     is_closed = is_ours or _package(kind.__module__) in CLOSED
     return None if is_closed else _open_object
 
@@ -219,7 +219,7 @@ def _package(module: Any) -> str:
 def _open_object(owner: Any) -> Opened:
     itself, parts = [owner], [type(owner)]
     is_layer = isinstance(owner, torch.nn.Module)
-    hidden = OF_ALL | OF_LAYERS if is_layer else OF_ALL
+    hidden = OF_ALL | (OF_LAYERS if is_layer else _set_by_us(type(owner)))
     if isinstance(owner, keras.Model):
         hidden = hidden | OF_MODELS
     is_keras = _package(type(owner).__module__) == "keras"
@@ -258,6 +258,20 @@ def _slots(kind: type) -> list[str]:
         for name, value in vars(one).items()
         if isinstance(value, types.MemberDescriptorType)
     ]
+
+
+@functools.lru_cache(maxsize=1000)
+def _set_by_us(kind: type) -> set[str]:
+    """List the attributes that a class has of a Trainer or a callback."""
+    return {
+        instruction.argval
+        for one in kind.__mro__
+        for function in vars(one).values()
+        if _package(one.__module__) == "accumtrainer"
+        if isinstance(function, types.FunctionType)
+        for instruction in dis.get_instructions(function)
+        if instruction.opname == "STORE_ATTR"
+    }
 
 
 def _open_class(owner: type) -> Opened:
