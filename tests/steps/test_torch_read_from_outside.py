@@ -3,6 +3,7 @@
 Keras runs that code in every step on PyTorch, and reads it anew.
 """
 
+import contextlib
 import functools
 import types
 import warnings
@@ -113,7 +114,35 @@ class OfKept(layers.Layer):
         return x * self.read(self.kept)
 
 
+@torch.no_grad()
+def factor_without_gradient():
+    return Settings.factor
+
+
+@contextlib.contextmanager
+def factor_within():
+    yield Settings.factor
+
+
+@functools.lru_cache(maxsize=0)
+def factor_cached():
+    return Settings.factor
+
+
+def scaled_within(x):
+    with factor_within() as factor:
+        return x * factor
+
+
 READERS = {
+    "decorated by torch": lambda: layers.Lambda(
+        lambda x: x * factor_without_gradient()
+    ),
+    "context manager": lambda: layers.Lambda(scaled_within),
+    "cached": lambda: layers.Lambda(lambda x: x * factor_cached()),
+    "for each row": lambda: layers.Lambda(
+        torch.vmap(lambda x: x * Settings.factor)
+    ),
     "class": lambda: layers.Lambda(lambda x: x * Settings.factor),
     "helper": lambda: layers.Lambda(lambda x: x * Helper().factor()),
     "function with a derivative": lambda: layers.Lambda(Scaled.apply),

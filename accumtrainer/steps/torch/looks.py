@@ -285,7 +285,8 @@ def _open_function(function: types.FunctionType) -> Opened:
     """List what a function reads from outside, if users have written it."""
     code = function.__code__
     if not _is_of_users(function):
-        return [function, code], []
+        # A decorator of a library's keeps there what it was given.
+        return [function, code], [vars(function)]
     return [function, code], [
         *(function.__defaults__, function.__kwdefaults__, vars(function)),
         *read_from_outside(function).values(),
@@ -360,6 +361,7 @@ OPENED: dict[type, Callable[[Any], Opened]] = {
     types.BuiltinMethodType: lambda value: ([value], [value.__self__]),
     property: lambda value: ([value], [value.fget]),
     functools.cached_property: lambda value: ([value], [value.func]),
+    type(_slots): lambda value: ([value], [value.__wrapped__]),  # `lru_cache`
     **dict.fromkeys(
         (staticmethod, classmethod),
         lambda value: ([value], [value.__func__]),
