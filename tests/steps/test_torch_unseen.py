@@ -408,6 +408,19 @@ def test_parameters_that_pytorch_has_frozen_stay(make):
     np.testing.assert_array_equal(train(make).get_weights()[0], before[0])
 
 
+@leaves_variables_unused
+def test_what_a_hook_of_a_gradient_reads_is_read_anew():
+    factors = {"factor": 1.0}
+    model = make_model(layers.Dense(4))
+    model.layers[0].kernel.value.register_hook(lambda g: g * factors["factor"])
+    trainer = Trainer(model, "sgd", "mse")
+    trainer.train_on_batch(X, Y)
+    before = model.get_weights()[0]
+    factors["factor"] = 0.0
+    trainer.train_on_batch(X, Y)
+    np.testing.assert_array_equal(model.get_weights()[0], before)
+
+
 def test_gradients_are_changed_by_what_is_hooked_to_a_parameter():
     assert_as_by_keras(masked_gradient)
     expected = train_plainly(masked_gradient).get_weights()

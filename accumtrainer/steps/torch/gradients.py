@@ -103,6 +103,11 @@ def how_differentiated(value: Tensor) -> tuple:
     return value.requires_grad, *(getattr(value, HOOKS) or ())
 
 
+def hooks_of(parameter: Tensor | None) -> list[Callable[[Tensor], Any]]:
+    """List the functions that change the gradient by a parameter."""
+    return list((getattr(parameter, HOOKS, None) or {}).values())
+
+
 def _leaf(variable: Variable, value: Tensor) -> Tensor:
     """Return a tensor by which to differentiate, of a variable's value.
 
@@ -115,7 +120,7 @@ def _leaf(variable: Variable, value: Tensor) -> Tensor:
     leaf, original = value.detach(), scope.original(variable)
     if original is None or original.requires_grad:
         leaf.requires_grad_()
-        for hook in (getattr(original, HOOKS, None) or {}).values():
+        for hook in hooks_of(original):
             leaf.register_hook(hook)
     return leaf
 
@@ -163,7 +168,7 @@ def _hooked(parameter: Tensor | None, gradient: Tensor) -> Tensor | None:
         return gradient
     if not parameter.requires_grad:
         return None
-    for hook in (getattr(parameter, HOOKS) or {}).values():
+    for hook in hooks_of(parameter):
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
     return gradient

@@ -24,6 +24,7 @@ import torch
 
 from accumtrainer.keras_api import keras
 from accumtrainer.steps.looks import PLAIN
+from accumtrainer.steps.torch.gradients import hooks_of
 
 OF_MODELS = {
     "history",
@@ -355,7 +356,10 @@ OPENED: dict[type, Callable[[Any], Opened]] = {
         (list, tuple, set, frozenset, collections.deque),
         _summed_up,
     ),
-    keras.Variable: lambda v: ([v], [v.regularizer, v.constraint]),
+    keras.Variable: lambda v: (
+        [v],
+        [v.regularizer, v.constraint, *hooks_of(v.value)],
+    ),
     types.FunctionType: _open_function,
     types.MethodType: lambda value: ([], [value.__self__, value.__func__]),
     types.BuiltinMethodType: lambda value: ([value], [value.__self__]),
