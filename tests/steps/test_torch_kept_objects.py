@@ -7,6 +7,8 @@ import array
 import collections
 import dataclasses
 import functools
+import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -96,6 +98,15 @@ def make_boxed():
     return (boxed,)  # Keras would make a list of its own of it
 
 
+ALIVE = []
+"""What others have weak references to."""
+
+
+def make_weak_reference():
+    ALIVE.append(Plain())
+    return weakref.ref(ALIVE[-1])
+
+
 def array_of(one):
     """Put an object into an array."""
     made = np.empty(1, object)
@@ -140,6 +151,16 @@ KEPT = {
         lambda kept: set_factor(kept[0]),
     ),
     "callback": (Watching, factor_of, set_factor),
+    "weak reference": (
+        make_weak_reference,
+        lambda kept: kept().factor,
+        lambda kept: set_factor(kept()),
+    ),
+    "event": (
+        threading.Event,
+        lambda kept: 2.0 if kept.is_set() else 1.0,
+        lambda kept: kept.set(),
+    ),
     "none": (
         lambda: collections.UserDict({0: None}),
         lambda kept: 1.0 if kept[0] is None else 2.0,

@@ -14,7 +14,9 @@ import functools
 import itertools
 import reprlib
 import sys
+import threading
 import types
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -365,6 +367,8 @@ OPENED: dict[type, Callable[[Any], Opened]] = {
     types.BuiltinMethodType: lambda value: ([value], [value.__self__]),
     property: lambda value: ([value], [value.fget]),
     functools.cached_property: lambda value: ([value], [value.func]),
+    weakref.ref: lambda value: ([value], [value()]),
+    threading.Event: lambda value: ([value, value.is_set()], []),
     type(_slots): lambda value: ([value], [value.__wrapped__]),  # `lru_cache`
     **dict.fromkeys(
         (staticmethod, classmethod),
