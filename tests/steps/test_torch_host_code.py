@@ -1,6 +1,7 @@
 """PyTorch: what layers draw on the host, or count, is new in every step."""
 
 import random
+import secrets
 
 import numpy as np
 import pytest
@@ -71,6 +72,24 @@ def test_layers_draw_on_the_host_as_in_keras(source, run_eagerly):
 
     found = train(lambda model: Trainer(model, run_eagerly=run_eagerly))
     np.testing.assert_allclose(found, train(lambda model: model), rtol=1e-5)
+
+
+FRESH = {
+    "default_rng": lambda: np.random.default_rng().random(),
+    "RandomState": lambda: np.random.RandomState().rand(),
+    "Random": lambda: random.Random().random(),
+    "SystemRandom": random.SystemRandom().random,
+    "secrets": lambda: secrets.randbelow(10**6) / 10**6,
+}
+
+
+@pytest.mark.parametrize("source", FRESH)
+def test_what_no_seed_foretells_is_drawn_anew_in_every_step(source):
+    layer = keras.layers.Lambda(lambda x: x * (1 + float(FRESH[source]())))
+    trainer = Trainer(make_model(layer))
+    trainer.optimizer.learning_rate = 0.0
+    losses = [float(trainer.train_on_batch(X, Y)) for _ in range(4)]
+    assert len(set(losses)) == len(losses)
 
 
 class Counting(keras.layers.Layer):

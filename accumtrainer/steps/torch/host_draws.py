@@ -6,8 +6,10 @@ What is recorded would keep the numbers of one step.
 
 import contextlib
 import functools
+import os
 import pickle
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,6 +17,12 @@ import numpy as np
 
 State = tuple[Callable[[], Any], Callable[[Any], None]]
 """Functions that get a state, and set it."""
+
+DRAWN = "a random number of Python's or NumPy's"
+
+URANDOM = "_urandom"
+"""By what `random` gets bytes from the system, and by it `secrets`, and NumPy
+for a generator without a seed; it has no public name."""
 
 
 @contextlib.contextmanager
@@ -36,13 +44,53 @@ def host_draws_put_back(things: Iterable[Any]) -> Iterator[list[str]]:
     before = [get() for get, _ in states]
     drawn: list[str] = []
     try:
-        yield drawn
+        with _entropy_noted(drawn):
+            yield drawn
     finally:
         for (get, put_back), state in zip(states, before, strict=True):
             # Some states hold arrays.
             if pickle.dumps(get()) != pickle.dumps(state):
                 put_back(state)
-                drawn.append("a random number of Python's or NumPy's")
+                drawn.append(DRAWN)
+
+
+@contextlib.contextmanager
+def _entropy_noted(drawn: list[str]) -> Iterator[None]:
+    """Note where code draws what no state foretells.
+
+    A generator that is made in here without a seed does so. What other threads
+    draw, as those that load data, is none of that.
+    """
+    thread = threading.get_ident()
+    urandom, seed = os.urandom, random.Random.seed
+
+    def note() -> None:
+        if threading.get_ident() == thread:
+            drawn.append(DRAWN)
+
+    def note_and_draw(size: int) -> bytes:
+        note()
+        return urandom(size)
+
+    def note_and_seed(
+        self: random.Random, a: Any = None, version: int = 2
+    ) -> None:
+        if a is None:
+            note()
+        seed(self, a, version)
+
+    patches: list[tuple[Any, str, Any, Any]] = [
+        (os, "urandom", urandom, note_and_draw),
+        (random, URANDOM, getattr(random, URANDOM), note_and_draw),
+        (random.Random, "seed", seed, note_and_seed),
+    ]
+    for owner, name, _, noting in patches:
+        setattr(owner, name, noting)
+    try:
+        yield
+    finally:
+        for owner, name, before, _ in patches:
+            setattr(owner, name, before)
 
 
 def _states_of(thing: Any) -> list[State]:
