@@ -263,8 +263,11 @@ class Update:
         if self._parts.per_example and weighing.rule != "denominator":
             # Each example counts as a micro-batch, and weighs 1.
             count = added.weight
+        weight = _total_weight(weighing, added)
+        # Beside denominators as small as it, `ALMOST_NOTHING` is much.
+        weight = ops.where(ops.equal(weight, 0), added.weight, weight)
         return gradient_divisor(
-            weighing, total_weight=added.weight, micro_batches=count
+            weighing, total_weight=weight, micro_batches=count
         )
 
     def _window_means(self) -> tuple[Tensor, Sums]:

@@ -28,8 +28,9 @@ from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.types import Tensor
 from accumtrainer.window.losses import WeightedLoss
 
-# Stands for a denominator of zero: too small to count beside any other, large
-# enough that a gradient survives being multiplied and divided by it.
+# Stands for a denominator of zero, as a window may have no other: too small to
+# count beside one, large enough that a gradient survives being multiplied and
+# divided by it.
 ALMOST_NOTHING = 1e-25
 
 

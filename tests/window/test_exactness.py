@@ -110,6 +110,18 @@ def test_micro_batch_of_zero_weights_counts_nothing(rng, reduction, sizes):
 
 
 @each_size(((2, 2), (1, 3)))
+@pytest.mark.parametrize("scale", [1e-20, 1e-30])
+def test_micro_batch_of_zero_weights_counts_nothing_beside_tiny_ones(
+    rng, scale, sizes
+):
+    batches = weighted_batches(rng, "sample weights", sizes)
+    batches[0][2][:] = 0
+    batches[1][2][:] *= scale
+    pair = weighted_pair("sample weights", "mean_with_sample_weight")
+    pair.assert_exact(batches)
+
+
+@each_size(((2, 2), (1, 3)))
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_micro_batch_of_padding_alone_counts_nothing(rng, reduction, sizes):
     batches = weighted_batches(rng, "mask", sizes)
