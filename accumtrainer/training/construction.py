@@ -58,6 +58,10 @@ def check_model(model: Any) -> None:
         )
     if overrides(model, "train_step"):
         raise ValueError(refusal_of_train_step(model))
+    if "make_train_function" in vars(model):
+        # Of `GradientAccumulation`, in a `fit` that an error has ended: called,
+        # as by the next `fit`, it goes. Another one stays, and is refused.
+        model.make_train_function()
     if overrides(model, "make_train_function"):
         raise ValueError(
             errors.MODEL_WITH_OWN_STEP.format(

@@ -93,7 +93,9 @@ class Fail(keras.callbacks.Callback):
 
 
 @leaves_data_unended
-@pytest.mark.parametrize("goes_on", ["fit", "train_on_batch", "callback"])
+@pytest.mark.parametrize(
+    "goes_on", ["fit", "train_on_batch", "callback", "Trainer"]
+)
 def test_error_leaves_nothing_behind_in_the_next(goes_on):
     model, callback = mlp(), GradientAccumulation(3)
     model.fit(X[:3], Y[:3], **ORDER)
@@ -111,6 +113,10 @@ def test_error_leaves_nothing_behind_in_the_next(goes_on):
     elif goes_on == "train_on_batch":
         model.train_on_batch(X, Y)
         twin.train_on_batch(X, Y)
+    elif goes_on == "Trainer":
+        make_trainer(model, 3).fit(X, Y, **ORDER)
+        make_trainer(twin, 3).fit(X, Y, **ORDER)
+        before["own"] |= set(vars(twin))  # with what a Trainer adds
     else:
         model.fit(X, Y, callbacks=[callback], **ORDER)
         make_trainer(twin, 3).fit(X, Y, **ORDER)
