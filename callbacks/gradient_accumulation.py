@@ -1,5 +1,6 @@
 """Gradient accumulation inside plain `Model.fit`."""
 
+import threading
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -17,9 +18,11 @@ class GradientAccumulation(Callback):
 
     Callbacks beside it see the batches of `fit` as always; between them the
     weights change once per update. Where an epoch ends amid a window because
-    another callback has stopped training, or on PyTorch because the data have
-    ended whose length is not known, those listed before this one see the end
-    of the epoch, and its logs, without that window's update.
+    a callback listed after this one has stopped training, or on PyTorch because
+    the data have ended whose length is not known, those listed before this one
+    see the end of the epoch, and its logs, without that window's update. One of
+    them that exchanges the weights then, as `SwapEMAWeights` does, has that
+    update made to what it has put there: list it after this one.
 
     A model whose `compute_loss` is overridden needs `denominator`, as a bare
     scalar does not say what it was averaged over. An overridden `train_step`
@@ -55,6 +58,7 @@ class GradientAccumulation(Callback):
     """
 
     has_state = False  # A later fit goes on from the optimizer's state.
+    async_safe = True  # Or else Keras would wait for the logs of every batch.
 
     def __init__(
         self,
@@ -81,6 +85,7 @@ class GradientAccumulation(Callback):
         }
         self._accumulator: Any = None
         self._is_training = False
+        self._thread = 0
 
     @property
     def progress(self) -> Any:
@@ -113,6 +118,7 @@ class GradientAccumulation(Callback):
             self.params["steps"], announce=print if is_told else _say_nothing
         )
         self._is_training = True
+        self._thread = threading.get_ident()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin an epoch's running means."""
@@ -122,6 +128,17 @@ class GradientAccumulation(Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Go on where another callback has had Keras itself train."""
         self._accumulator.stay()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Make the last update, if one is open, once training is stopped.
+
+        Not in a thread of its own, where Keras calls this if no other callback
+        listens to batches.
+        """
+        is_stopped = self._accumulator.model.stop_training
+        if is_stopped and threading.get_ident() == self._thread:
+            _ = self.model  # has `fit` on JAX make the variables current
+            self._accumulator.finish_window()
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Make the last update before a validation, if one is open."""

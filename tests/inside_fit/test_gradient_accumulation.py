@@ -295,6 +295,32 @@ def test_stopping_amid_a_window_still_makes_its_update():
     assert_same_weights(model, trainer.model)
 
 
+@leaves_data_unended
+@pytest.mark.parametrize("is_validated", [True, False])
+def test_weights_are_swapped_after_the_update_of_a_stopped_window(
+    is_validated,
+):
+    def fit(*callbacks, **options):
+        model = mlp(optimizer=keras.optimizers.Adam(0.05, use_ema=True))
+        if is_validated:
+            options["validation_data"] = (X, Y)
+        swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+        history = model.fit(
+            shuffle=False,
+            verbose=0,
+            callbacks=[*callbacks[:1], swap, *callbacks[1:]],
+            **options,
+        )
+        return model, history.history["loss"]
+
+    windows = (part for part in [(X[:9], Y[:9]), (X[9:15], Y[9:15])])
+    expected, losses = fit(x=windows, steps_per_epoch=2)
+    callbacks = Watch(stop_after=5), GradientAccumulation(3)
+    model, found = fit(*callbacks, x=X, y=Y, batch_size=3)
+    assert_same_weights(model, expected, tolerance=1e-5)
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+
+
 def test_stock_callbacks_work_beside_it(tmp_path):
     path = tmp_path / "model.keras"
     optimizer = keras.optimizers.Adam(0.05, use_ema=True)
