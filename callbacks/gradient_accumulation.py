@@ -24,6 +24,9 @@ class GradientAccumulation(Callback):
     them that exchanges the weights then, as `SwapEMAWeights` does, has that
     update made to what it has put there: list it after this one.
 
+    One that has Keras train or compile in `on_train_batch_begin` must be listed
+    before this one. Another `fit` that a callback calls needs one of its own.
+
     A model whose `compute_loss` is overridden needs `denominator`, as a bare
     scalar does not say what it was averaged over. An overridden `train_step`
     is refused, and so is training on several devices.
@@ -121,13 +124,41 @@ class GradientAccumulation(Callback):
         self._thread = threading.get_ident()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begin an epoch's running means."""
+        """Begin an epoch's running means.
+
+        Raises:
+            ValueError: see `on_train_batch_begin`.
+        """
+        self._check_that_it_runs()
         self._accumulator.stay()
         self._accumulator.start_epoch(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Go on where another callback has had Keras itself train."""
+        """Go on where another callback has had Keras itself train.
+
+        Raises:
+            ValueError: another callback has called `fit` with this one, or it
+                comes later and has had Keras train in `on_train_batch_begin`.
+        """
+        self._check_that_it_runs()
         self._accumulator.stay()
+        self._accumulator.is_due = True
+
+    def _check_that_it_runs(self) -> None:
+        if not self._is_training:
+            raise ValueError(
+                "A GradientAccumulation must be in one fit at a time. Received: "
+                "a fit that goes on after a callback has called another with "
+                "the same one. Give that fit a GradientAccumulation of its own."
+            )
+        if self._accumulator.is_due:
+            raise ValueError(
+                "GradientAccumulation must come after callbacks that have "
+                "Keras train or compile in on_train_batch_begin, since fit "
+                "goes on with Keras's own training then. Received: a batch of "
+                "which Keras has made an update. List GradientAccumulation "
+                "last."
+            )
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Make the last update, if one is open, once training is stopped.
@@ -146,7 +177,12 @@ class GradientAccumulation(Callback):
             self._accumulator.finish_window()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Make the last update of the epoch, if one is open."""
+        """Make the last update of the epoch, if one is open.
+
+        Raises:
+            ValueError: see `on_train_batch_begin`.
+        """
+        self._check_that_it_runs()
         self._accumulator.end_epoch({} if logs is None else logs)
 
     def on_train_end(self, logs: Any = None) -> None:

@@ -50,10 +50,7 @@ from accumtrainer.training.construction import (
 from accumtrainer.training.counting import Counting
 from accumtrainer.training.examining import Examiner
 from accumtrainer.training.other_trainers import WITHIN_FIT, refuse_arguments
-from accumtrainer.window.hooks import (
-    HookContext,
-    Hooks,
-)
+from accumtrainer.window.hooks import HookContext, Hooks
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.program import WindowProgram
 from accumtrainer.window.state import Scratch, TrainingState
@@ -65,7 +62,7 @@ class FitAccumulator(Hooks):
 
     `accumtrainer.callbacks.GradientAccumulation` is how it is used: inside
     one `fit`, `install`, then for every epoch `start_epoch` and `end_epoch`,
-    and `uninstall`.
+    and `uninstall`. `is_due` may be set until `fit` next has this train.
 
     Args:
         model: compiled `keras.Model`, left as it is but for its training.
@@ -105,6 +102,7 @@ class FitAccumulator(Hooks):
         self._held: list[Any] = []  # those that wait for the rest of it
         self._counting = Counting(self._read_counters, max_consecutive_skips)
         self._is_running = False
+        self.is_due = False
 
     def _set_up(self) -> None:
         """Make what depends on how the model is compiled."""
@@ -240,7 +238,7 @@ class FitAccumulator(Hooks):
             self._program.variables.start_epoch(epoch)
         self._state.epoch.assign(epoch)
         self._epoch = epoch
-        self._open, self._held = 0, []
+        self._open, self._held, self.is_due = 0, [], False
         self._groups: Any = Groups(
             self._backend,
             self.model.steps_per_execution,
@@ -299,6 +297,7 @@ class FitAccumulator(Hooks):
         Nothing may raise once something has run, or `fit` on JAX is left with
         arrays that have been given away.
         """
+        self.is_due = False
         self._counting.check_skips_if_many()
         group = self._groups.take(iterator)
         self._follow_model()

@@ -174,3 +174,28 @@ def test_callback_of_a_fit_that_ran_no_batch_serves_another_one():
     model.fit(X, Y, epochs=1, initial_epoch=1, **options)
     model.fit(X, Y, **options)
     assert int(model.optimizer.iterations) == 2
+
+
+@pytest.mark.parametrize("act", [train_by_keras, "a fit with the same one"])
+def test_batch_that_keras_would_train_by_itself_is_refused(act):
+    model, accumulation = make_model(), GradientAccumulation(steps=3)
+    order = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
+
+    class Acts(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 1 and act is train_by_keras:
+                train_by_keras(self.model)
+
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 0 and act is not train_by_keras:
+                self.model.fit(X, Y, callbacks=[accumulation], **order)
+
+    with pytest.raises(
+        ValueError, match="List GradientAccumulation|of its own"
+    ):
+        model.fit(X, Y, callbacks=[accumulation, Acts()], **order)
+    if act is not train_by_keras:
+        return
+    model = make_model()
+    model.fit(X, Y, callbacks=[Acts(), accumulation], **order)
+    assert accumulation.progress.updates > 0
