@@ -147,9 +147,9 @@ class GradientAccumulation(Callback):
     def _check_that_it_runs(self) -> None:
         if not self._is_training:
             raise ValueError(
-                "A GradientAccumulation must be in one fit at a time. Received: "
-                "a fit that goes on after a callback has called another with "
-                "the same one. Give that fit a GradientAccumulation of its own."
+                "A GradientAccumulation must be in one fit at a time. "
+                "Received: a fit that goes on after a callback has called "
+                "another with the same one. Give that fit one of its own."
             )
         if self._accumulator.is_due:
             raise ValueError(

@@ -236,7 +236,7 @@ def _fill(there: Any, value: Any) -> bool:
 
 
 def _digest(array: np.ndarray) -> bytes:
-    return xxhash.xxh3_128_digest(array.reshape(-1).view(np.uint8))
+    return xxhash.xxh3_128_digest(array.reshape(-1).view(np.uint8).data)
 
 
 def _copied(value: Any) -> Any:

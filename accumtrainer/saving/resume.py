@@ -95,8 +95,8 @@ def find_saved(resume_from: Any, callbacks: Any) -> Snapshot | None:
     for place in places:
         try:
             found.append(place.newest())
-        except errors.CheckpointError as failure:
-            failures.append(failure)
+        except errors.CheckpointError as error:
+            failures.append(error)
     good = [snapshot for snapshot in found if snapshot is not None]
     if failures and not good:
         raise failures[0]

@@ -367,9 +367,9 @@ def test_class_weights_weigh_every_step_of_a_sequence(is_one_hot, rng):
     options = {"class_weight": class_weight, "shuffle": False, "verbose": 0}
     model.fit(data, **options)
     expected = model.get_weights()
-    for given in ((data,), (x, y)):
+    for arguments in ((data,), (x, y)):
         model.set_weights(weights)
-        Trainer(model).fit(*given, **options)
+        Trainer(model).fit(*arguments, **options)
         for ours, of_keras in zip(model.get_weights(), expected, strict=True):
             np.testing.assert_allclose(ours, of_keras, rtol=1e-5)
 

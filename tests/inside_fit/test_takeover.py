@@ -191,7 +191,7 @@ def test_batch_that_keras_would_train_by_itself_is_refused(act):
                 self.model.fit(X, Y, callbacks=[accumulation], **order)
 
     with pytest.raises(
-        ValueError, match="List GradientAccumulation|of its own"
+        ValueError, match="List GradientAccumulation|one of its own"
     ):
         model.fit(X, Y, callbacks=[accumulation, Acts()], **order)
     if act is not train_by_keras:

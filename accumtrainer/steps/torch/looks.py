@@ -220,9 +220,10 @@ def _package(module: Any) -> str:
 
 
 def _open_object(owner: Any) -> Opened:
-    itself, parts = [owner], [type(owner)]
+    kind: Any = type(owner)
+    itself, parts = [owner], [kind]
     is_layer = isinstance(owner, torch.nn.Module)
-    hidden = OF_ALL | (OF_LAYERS if is_layer else _set_by_us(type(owner)))
+    hidden = OF_ALL | (OF_LAYERS if is_layer else _set_by_us(kind))
     if isinstance(owner, keras.Model):
         hidden = hidden | OF_MODELS
     is_keras = _package(type(owner).__module__) == "keras"
