@@ -379,11 +379,6 @@ class Trainer(Answers):
         Called by a callback in `on_safe_point` it holds the place in the
         data too, so that a `fit` can go on from it.
         """
-        if self._loop is None:
-            self._engine.follow_model()
-        else:
-            # What a callback has frozen or unfrozen counts already.
-            self._engine.follow_model_amid_fit()
         return take_snapshot(self, self._engine, self._loop)
 
     def save(self, path: str | os.PathLike) -> None:

@@ -22,6 +22,11 @@ def take_snapshot(trainer: Any, engine: Any, loop: Any) -> Snapshot:
         engine: its `Engine`.
         loop: its `FitLoop`, or `None` outside a fit.
     """
+    # What has been frozen or unfrozen since counts already.
+    if loop is None:
+        engine.follow_model()
+    else:
+        engine.follow_model_amid_fit()
     values, progress = engine.capture()
     nothing: dict[str, Any]
     nothing = {"position": None, "source": None, "run": None, "callbacks": {}}
