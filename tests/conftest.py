@@ -5,6 +5,7 @@ import itertools
 import logging
 import os
 import pathlib
+import signal
 
 from xla_flags import quick_flags
 
@@ -37,6 +38,10 @@ from divided import (
     test_of,
     tested_backends,
 )
+
+# What is started in the background is started deaf to Ctrl-C, of which some
+# tests make use.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 BACKEND = os.environ["KERAS_BACKEND"]
 KERAS_NAME = os.environ.get("ACCUMTRAINER_KERAS", "keras")

@@ -97,7 +97,7 @@ def begin_averages(optimizer: Optimizer) -> None:
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     for one in optimizers_of(inner)[1]:
-        if not one.built or int(ops.convert_to_numpy(one.iterations)):
+        if not one.built or _numbers(one.iterations)[0]:
             continue
         copies = {AVERAGES} | getattr(one, COPIES, frozenset())
         for name, slots in _slots(one).items():
