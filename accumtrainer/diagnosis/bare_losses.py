@@ -10,8 +10,9 @@ from typing import Any
 
 from accumtrainer import errors
 from accumtrainer.diagnosis.verdicts import LossTrial
+from accumtrainer.window.added_losses import ASSUMED
 from accumtrainer.window.hooks import context_of
-from accumtrainer.window.losses import ASSUMED, WeightedLoss
+from accumtrainer.window.losses import WeightedLoss
 from accumtrainer.window.parts import WindowParts
 
 

@@ -66,7 +66,8 @@ class EvaluationProgram:
         if self.kind not in self._known:
             # Current first, while the programs know no others.
             self._parts.backend.write_back()
-            self._known[self.kind] = self._look_at(batch)
+            found = self._objective.find_out(self._look_at, batch)
+            self._known[self.kind] = found
         self._objective.expected = self._now.losses
         if self.kind not in self.kinds:
             self.kinds += (self.kind,)

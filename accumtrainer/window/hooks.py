@@ -364,7 +364,13 @@ class Hooks:
             mode["training"] = info.training
         self._model_losses += 1
         x, y, weight = batch
-        loss = model.compute_loss(x, y, outputs, weight, **mode)
+        given = {"x": x, "y": y, "y_pred": outputs, "sample_weight": weight}
+        # Keras gives them by position, Keras Core by name.
+        names = inspect.signature(model.compute_loss).parameters
+        if given.keys() <= names.keys():
+            loss = model.compute_loss(**given, **mode)
+        else:
+            loss = model.compute_loss(*given.values(), **mode)
         if not isinstance(loss, WeightedLoss):
             loss = BareLoss(loss, f"{type(self.model).__name__}.compute_loss")
         return replace(self._known_weight(loss, batch), outputs=outputs)

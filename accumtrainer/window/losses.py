@@ -7,7 +7,7 @@ the sum of sample weights. The classes here let Keras do the whole computation
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,27 +15,15 @@ import numpy as np
 
 from accumtrainer import errors
 from accumtrainer.keras_api import (
-    ACTIVITY_LOSSES_ARE_MEANS,
     compile_losses,
     copy_mask,
-    flatten_layers,
     keras,
     keras_mask,
-    losses_of_layers,
     ops,
     tree,
 )
-from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
-from accumtrainer.layers import describe_layer
+from accumtrainer.keras_api.types import Nest, Tensor, Variable
 from accumtrainer.window.reducing import reduces_examples
-
-regularizers = keras.regularizers
-
-SUMS_OF_SAMPLES = (regularizers.L1, regularizers.L2, regularizers.L1L2)
-"""Activity regularizers that add up over samples, as all of them should."""
-
-ASSUMED = "the activity regularizer of "
-"""How the origin of a loss begins that may be no such sum."""
 
 
 @dataclass(frozen=True)
@@ -328,61 +316,6 @@ def known_length(nest: Nest) -> int | None:
 
 def _first_leaf(nest: Nest) -> Tensor:
     return next(v for v in tree.flatten(nest) if v is not None)
-
-
-def added_losses(
-    model: Model, of_activity: Iterable[Tensor] = ()
-) -> tuple[list[tuple[str, Any]], Tensor | None]:
-    """Collect what layers added to the loss in the last call of a model.
-
-    Activity regularizers are means over samples where Keras divides them by
-    the batch size, if they are sums; of Keras's L1 and L2 that is known. What
-    is given to `add_loss` is summed by Keras. A scalar says nothing about what
-    it was averaged over; several values may be those of each example.
-
-    Args:
-        model: `keras.Model` that has just been called.
-        of_activity: those that activity regularizers added.
-
-    Returns:
-        Pair: list of `(kind, scalar tensor)` with kind `"activity"` or
-        `"sum"`, or of `(kind, BareLoss)` where that is a guess or kind is
-        `"bare"` or `"several"`; and the weight regularization, a scalar
-        tensor, or `None` where there is none.
-    """
-    added, penalties = losses_of_layers(model)
-    activity, kinds = set(map(id, of_activity)), []
-    for loss in added:
-        value = _as_scalar(loss)
-        if id(loss) in activity:
-            owner = _owner_of_added(model, loss)
-            kind = "activity" if ACTIVITY_LOSSES_ARE_MEANS else "sum"
-            if type(owner.activity_regularizer) not in SUMS_OF_SAMPLES:
-                value = BareLoss(value, ASSUMED + describe_layer(owner))
-        else:
-            kind = "several" if len(loss.shape) else "bare"
-            owner = _owner_of_added(model, loss)
-            value = BareLoss(value, f"add_loss of {describe_layer(owner)}")
-        kinds.append((kind, value))
-    return kinds, _sum_scalars([_as_scalar(v) for v in penalties])
-
-
-def _owner_of_added(model: Model, loss: Tensor) -> Any:
-    """Find the layer that has added a loss, of those Keras lists it for."""
-    owners = [
-        layer
-        for layer in flatten_layers(model)  # parents first
-        if any(added is loss for added in layer.losses)
-    ]
-    return owners[-1] if owners else model
-
-
-def _as_scalar(loss: Tensor) -> Tensor:
-    return ops.sum(ops.cast(loss, "float32"))
-
-
-def _sum_scalars(scalars: list[Tensor]) -> Tensor | None:
-    return sum(scalars[1:], start=scalars[0]) if scalars else None
 
 
 def _as_coefficient(weight: Any) -> Any:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch
@@ -15,18 +15,19 @@ from accumtrainer.keras_api import (
     reads_metrics_itself,
 )
 from accumtrainer.keras_api.types import Metric, Model, Nest, Tensor, Variable
+from accumtrainer.window.added_losses import AddedLosses
 from accumtrainer.window.hooks import Hooks, Info, context_of
 from accumtrainer.window.losses import (
     BareLoss,
     WeightedLoss,
-    added_losses,
     count_samples,
     known_length,
 )
 from accumtrainer.window.numbers import Sums
-from accumtrainer.window.reducing import grow_with_examples
 from accumtrainer.window.state import RunningSums, Scratch
 from accumtrainer.window.weighing import window_means
+
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +85,7 @@ class Objective:
         )
         self._has_metrics = context.has_metrics
         self._model = model
+        self._added = AddedLosses(model)
 
     def measure(
         self,
@@ -109,19 +111,13 @@ class Objective:
         regularization = None
         # A model's own loss has what its layers add in it.
         if self._hooks._model_losses == model_losses:
-            added, regularization = added_losses(self._model, of_activity())
+            expected = self.expected and self.expected[len(losses) :]
+            added, regularization = self._added.collect(
+                of_activity(), known_length(batch.x), expected
+            )
             is_nothing = not added and regularization is None
             if is_nothing and info.training and self._lacks_a_loss:
                 raise ValueError(errors.NO_LOSS)
-            if any(kind == "several" for kind, _ in added):
-                if self.expected is None:
-                    are_sums = grow_with_examples(
-                        self._model, batch, lambda b: compute_loss(b, info)
-                    )
-                else:
-                    expected = self.expected[len(losses) :]
-                    are_sums = [loss.is_sum for loss in expected]
-                added = _tell_apart(added, are_sums)
             losses += self._weigh_added(added, batch, samples)
         outputs = outputs if self._has_metrics else None
         if updates_metrics:
@@ -134,6 +130,20 @@ class Objective:
             samples=samples,
             outputs=outputs,
         )
+
+    def find_out(self, look: Callable[[Batch], _Found], batch: Batch) -> _Found:
+        """Have somebody look which losses there are; see `AddedLosses`.
+
+        Args:
+            look: function of a batch that has it measured, and has no other
+                effect.
+            batch: `Batch` of arrays.
+
+        Returns:
+            What `look` returns of the batch.
+        """
+        self.expected = None
+        return self._added.find_out(look, batch)
 
     def update_metrics(self, batch: Batch, outputs: Nest) -> None:
         """Have the model's metrics judge outputs, if there are any."""
@@ -181,26 +191,6 @@ class Objective:
                 )
             )
         return losses
-
-
-def _tell_apart(
-    added: list[tuple[str, Any]], are_sums: list[bool]
-) -> list[tuple[str, Any]]:
-    """Say which losses of several values have them for each example.
-
-    Args:
-        added: as `added_losses` returns.
-        are_sums: for each of them, if as many are there as shall be.
-    """
-    pairs = zip(added, [*are_sums, *(False for _ in added)], strict=False)
-    return [
-        (kind, value)
-        if kind != "several"
-        else ("sum", value.value)
-        if is_sum
-        else ("bare", value)
-        for (kind, value), is_sum in pairs
-    ]
 
 
 def _warn_of_unread(model: Model, returned: dict[str, Any]) -> None:

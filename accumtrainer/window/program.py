@@ -110,7 +110,10 @@ class WindowProgram:
         if not self._surveys:
             context_of(self._parts.hooks).log_book.reductions.clear()
         if kind not in self._surveys:
-            survey = take_survey(self._parts, self.passes, batch)
+            survey = self.passes.objective.find_out(
+                lambda batch: take_survey(self._parts, self.passes, batch),
+                batch,
+            )
             self._begin(survey)
             self._surveys[kind] = survey
         self._turn_to(self._surveys[kind])

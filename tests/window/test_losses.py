@@ -13,10 +13,10 @@ from accumtrainer.keras_api import (
     noting_activity,
     ops,
 )
+from accumtrainer.window.added_losses import AddedLosses
 from accumtrainer.window.losses import (
     CompiledLoss,
     WeightedLoss,
-    added_losses,
     count_samples,
     measure,
 )
@@ -345,7 +345,7 @@ def added_by(model):
     """Call a model, and collect what its layers add."""
     with noting_activity(model) as of_activity:
         model(X)
-    return added_losses(model, of_activity())
+    return AddedLosses(model).collect(of_activity(), len(X))
 
 
 class AddsAndIsRegularized(Adds):
@@ -361,7 +361,7 @@ class AddsAndIsRegularized(Adds):
     "reduce, expected",
     [
         (ops.mean, ["activity", "bare"]),
-        (lambda x: ops.sum(x, axis=-1), ["activity", "several"]),
+        (lambda x: ops.sum(x, axis=-1), ["activity", "sum"]),
     ],
 )
 @pytest.mark.parametrize("calls", [1, 2])
@@ -384,13 +384,13 @@ def test_what_a_layer_adds_is_told_from_its_activity(reduce, expected, calls):
 
 
 def test_model_without_extras_adds_nothing():
-    added, regularization = added_losses(called(layers.Dense(1)))
+    added, regularization = AddedLosses(called(layers.Dense(1))).collect()
     assert added == []
     assert regularization is None
 
 
 def test_scalar_added_by_a_layer_says_nothing_of_its_denominator():
-    ((kind, value),), _ = added_losses(called(Adds(ops.mean)))
+    ((kind, value),), _ = AddedLosses(called(Adds(ops.mean))).collect()
     assert (kind, float(value.value)) == ("bare", 2.5)
 
 
@@ -406,7 +406,7 @@ def test_weight_regularizers_are_added_up_apart():
         layers.Dense(2, kernel_regularizer=keras.regularizers.L1(0.1), **ones),
         layers.Dense(1, kernel_regularizer=keras.regularizers.L2(0.5), **ones),
     ]
-    added, regularization = added_losses(called(*dense))
+    added, regularization = AddedLosses(called(*dense)).collect()
     assert added == []
     number = ops.convert_to_numpy(regularization)
     assert number == pytest.approx(0.1 * 4 + 0.5 * 2)
@@ -415,7 +415,7 @@ def test_weight_regularizers_are_added_up_apart():
 def test_frozen_weights_are_not_regularized():
     dense = layers.Dense(2, kernel_regularizer="l2")
     dense.trainable = False
-    _, regularization = added_losses(called(dense))
+    _, regularization = AddedLosses(called(dense)).collect()
     assert regularization is None
 
 
@@ -428,7 +428,7 @@ def test_kinds_are_told_apart_in_one_model():
     )
     added, regularization = added_by(model)
     kinds = [kind for kind, _ in added]
-    assert sorted(kinds) == ["activity", "activity", "bare", "several"]
+    assert sorted(kinds) == ["activity", "activity", "bare", "sum"]
     assert ops.convert_to_numpy(regularization) > 0
 
 

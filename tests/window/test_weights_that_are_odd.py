@@ -71,6 +71,15 @@ class Adds(keras.layers.Layer):
         return x
 
 
+class Watched(Trainer):
+    """Only looks at the loss."""
+
+    def compute_loss(self, batch, info):
+        loss = super().compute_loss(batch, info)
+        self.log("seen", loss.mean)
+        return loss
+
+
 MEANS = {
     "in one place": lambda x: ops.reshape(ops.mean(ops.square(x)), [1]),
     "by features": lambda x: ops.mean(ops.square(x), axis=0),
@@ -91,7 +100,7 @@ def test_added_mean_by_features_is_no_sum_where_it_has_as_many_values():
     for steps, size in ((1, 6), (2, 3), (3, 2)):
         keras.utils.set_random_seed(0)
         model = make_model(keras.layers.Dense(3), Adds(MEANS["by features"]))
-        trainer = Trainer(
+        trainer = Watched(
             model,
             optimizer=keras.optimizers.SGD(0.1),
             loss="mse",
@@ -104,6 +113,63 @@ def test_added_mean_by_features_is_no_sum_where_it_has_as_many_values():
     for other in results[1:]:
         for one, another in zip(results[0], other, strict=True):
             np.testing.assert_allclose(one, another, rtol=1e-5)
+
+
+class Kept(keras.Model):
+    """Keeps what it computed and added for its metrics."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+        self.error = keras.metrics.Mean(name="error")
+
+    def call(self, x):
+        self.computed = self.dense(x)
+        self.add_loss(ops.sum(ops.square(self.computed), axis=-1))
+        return self.computed
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        self.error.update_state(self.computed - x)
+        self.error.update_state(self.losses[0])
+        return self.get_metrics_result()
+
+
+@keras_3_only("has no losses of a model for its metrics")
+def test_metrics_see_what_the_model_has_kept_of_its_last_call():
+    model = Kept()
+    accumulation = Accumulation(micro_batch_size=4)
+    trainer = Trainer(
+        model, optimizer="sgd", loss="mse", accumulation=accumulation
+    )
+    logs = trainer.fit(X, X, batch_size=8, verbose=0).history
+    assert np.isfinite(logs["error"]).all()
+
+
+class LogsOfSeveral(Watched):
+    """Has another loss where there are weights."""
+
+    def compute_loss(self, batch, info):
+        losses = {"a": super().compute_loss(batch, info)}
+        if batch.sample_weight is not None:
+            losses["b"] = WeightedLoss(ops.mean(batch.sample_weight), 4.0)
+        return losses
+
+
+def test_kinds_of_batches_have_kinds_of_added_losses_each():
+    def squares(x):
+        return ops.sum(ops.square(x), axis=-1)
+
+    keras.utils.set_random_seed(0)
+    model = make_model(keras.layers.Dense(2), Adds(squares))
+    trainer = LogsOfSeveral(
+        model,
+        optimizer=keras.optimizers.SGD(0.01),
+        loss="mse",
+        accumulation=Accumulation(micro_batch_size=4),
+    )
+    trainer.fit(X, Y, batch_size=8, verbose=0)
+    history = trainer.fit(X, Y, sample_weight=Y[:, 0] ** 2, verbose=0).history
+    assert "b" in str(history.keys())
 
 
 @pytest.mark.parametrize("of", MEANS.values(), ids=MEANS.keys())
@@ -290,15 +356,6 @@ class NamesItsOwn(keras.Sequential):
     def compute_loss(self, inputs, targets, outputs, weights=None, **others):
         del others
         return super().compute_loss(inputs, targets, outputs, weights)
-
-
-class Watched(Trainer):
-    """Only looks at the loss."""
-
-    def compute_loss(self, batch, info):
-        loss = super().compute_loss(batch, info)
-        self.log("seen", loss.mean)
-        return loss
 
 
 @keras_3_only("names the arguments when it calls compute_loss")
