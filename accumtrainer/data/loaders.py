@@ -274,8 +274,6 @@ class IterableSource(Source):
             made += 1
             self._taken += 1
             yield batch
-        if self._steps is None and not self.is_one_shot and made == most:
-            next(items, None)  # what a loader does at its end, it does then
         if not made:
             raise errors.NothingLeftError(errors.NO_BATCHES.format(epoch=epoch))
         warn_of_the_end(made, self._steps)
@@ -334,9 +332,7 @@ class IterableSource(Source):
         if is_known:
             self._times_begun = times_begun - 1
             self._put_generators(state["begun_from"])
-        # An epoch asks for one more than its length says, see `iterate`.
-        length = self.batches_per_epoch
-        most = None if length is None else length + 1
+        most = self.batches_per_epoch
         for _ in range(0 if is_known else times_begun - 1):
             items = self._begin(is_new=True)
             _last(islice(items, most if fast_forward else 1))

@@ -329,23 +329,6 @@ def test_large_batches_begin_where_devices_want_them_to():
             assert array.ctypes.data % ALIGNMENT == 0
 
 
-class Counting:
-    """Says how many batches it has, in an order of each epoch, counted last."""
-
-    def __init__(self, arrays):
-        self.batches = batches_of(arrays)
-        self.epoch = 0
-
-    def __len__(self):
-        return len(self.batches)
-
-    def __iter__(self):
-        order = np.random.default_rng(self.epoch).permutation(len(self))
-        for index in order:
-            yield self.batches[index]
-        self.epoch += 1
-
-
 class BeginsAgain:
     """An iterator that goes on after its end, as those of NVIDIA's DALI."""
 
@@ -365,12 +348,6 @@ class BeginsAgain:
             raise StopIteration
         self.place += 1
         return self.batches[self.place - 1]
-
-
-def test_loader_with_a_length_comes_to_its_end(arrays):
-    loader = Counting(arrays)
-    trained_on(loader, epochs=3)
-    assert loader.epoch == 3
 
 
 @pytest.mark.parametrize("steps", [None, 5])
@@ -404,7 +381,7 @@ def test_epoch_ends_where_the_length_of_a_loader_says(arrays):
     loader = Longer(batches_of(arrays))
     trainer = trained_on(loader, epochs=2)
     assert trainer.progress.updates == 6
-    assert loader.taken == 8  # one more in each epoch, for its end
+    assert loader.taken == 6
     assert len(trainer.predict(loader, verbose=0)) == 3 * BATCH_SIZE
 
 
