@@ -9,7 +9,9 @@ import functools
 import os
 import pickle
 import random
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -59,13 +61,14 @@ def _entropy_noted(drawn: list[str]) -> Iterator[None]:
     """Note where code draws what no state foretells.
 
     A generator that is made in here without a seed does so. What other threads
-    draw, as those that load data, is none of that.
+    draw, as those that load data, is none of that, nor what Python's library
+    and PyTorch draw for themselves, as for the name of a file.
     """
     thread = threading.get_ident()
     urandom, seed = os.urandom, random.Random.seed
 
     def note() -> None:
-        if threading.get_ident() == thread:
+        if threading.get_ident() == thread and _is_for_users(sys._getframe(2)):
             drawn.append(DRAWN)
 
     def note_and_draw(size: int) -> bytes:
@@ -91,6 +94,17 @@ def _entropy_noted(drawn: list[str]) -> Iterator[None]:
     finally:
         for owner, name, before, _ in patches:
             setattr(owner, name, before)
+
+
+def _is_for_users(frame: types.FrameType | None) -> bool:
+    """Whether code of users draws, or has a generator drawn for it."""
+    package = "random"
+    while frame is not None and package in ("random", "secrets"):
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        frame = frame.f_back
+    # The library has the name of a program that is run, too.
+    is_library = package in sys.stdlib_module_names - {"__main__"}
+    return not is_library and package != "torch"
 
 
 def _states_of(thing: Any) -> list[State]:
