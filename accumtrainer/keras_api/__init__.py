@@ -201,6 +201,8 @@ class _Telling:
         return self._regularizer(output)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a copy looks before there is anything
+            raise AttributeError(name)
         return getattr(self._regularizer, name)
 
 

@@ -10,10 +10,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from accumtrainer.keras_api import keras, ops, optimizers_of, strategy_of
-from accumtrainer.keras_api.types import Model, Optimizer, Variable
+from accumtrainer.keras_api.types import Model, Optimizer, Tensor, Variable
 
 
 def rebuild(optimizer: Optimizer, variables: list[Variable]) -> None:
@@ -97,7 +95,8 @@ def begin_averages(optimizer: Optimizer) -> None:
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     for one in optimizers_of(inner)[1]:
-        if not one.built or _numbers(one.iterations)[0]:
+        clock = ops.convert_to_tensor(one.iterations)
+        if not one.built or ops.convert_to_numpy(clock):
             continue
         copies = {AVERAGES} | getattr(one, COPIES, frozenset())
         for name, slots in _slots(one).items():
@@ -111,17 +110,21 @@ def begin_averages(optimizer: Optimizer) -> None:
 def _are_copies(optimizer: Optimizer, slots: list[Variable | None]) -> bool:
     """Whether slots hold the weights, and not a constant as the weights do."""
     pairs = zip(optimizer._trainable_variables, slots, strict=True)
-    known = [(v, slot) for v, slot in pairs if slot is not None]
+    # As tensors first: replicas may hold a value in parts.
+    known = [
+        (ops.convert_to_tensor(v), ops.convert_to_tensor(slot))
+        for v, slot in pairs
+        if slot is not None
+    ]
     return all(
-        np.array_equal(_numbers(v), _numbers(slot)) for v, slot in known
-    ) and any(np.any(_numbers(v) != _numbers(v)[:1]) for v, _ in known)
+        one.shape == other.shape and not _differ(one, other)
+        for one, other in known
+    ) and any(_differ(one, ops.ravel(one)[:1]) for one, _ in known)
 
 
-def _numbers(variable: Variable) -> np.ndarray:
-    """Read a variable, `[n]`."""
-    # As a tensor first: replicas may hold a value in parts.
-    tensor = ops.convert_to_tensor(variable)
-    return np.ravel(ops.convert_to_numpy(tensor))
+def _differ(one: Tensor, other: Tensor) -> bool:
+    """Whether any number differs, compared where they are."""
+    return bool(ops.convert_to_numpy(ops.any(ops.not_equal(one, other))))
 
 
 class _Kept:
@@ -156,20 +159,23 @@ class _Kept:
 def _slots(optimizer: Optimizer) -> dict[str, list[Variable | None]]:
     """List by attribute what it holds for each variable that is updated."""
     variables = optimizer._trainable_variables
-    attributes = {
-        name: list(value.values()) if isinstance(value, dict) else value
-        for name, value in vars(optimizer).items()
-    }
-    return {
-        name: list(value)
-        for name, value in attributes.items()
-        if isinstance(value, list)
-        and bool(value)
-        and value is not optimizer._trainable_variables
-        and value is not optimizer._variables
-        and len(value) == len(variables)
-        and all(v is None or isinstance(v, keras.Variable) for v in value)
-    }
+    shapes = [v.shape for v in variables]
+    found = {}
+    for name, value in vars(optimizer).items():
+        is_dict = isinstance(value, dict)
+        slots = list(value.values()) if is_dict else value
+        if (
+            isinstance(slots, list)
+            and bool(slots)
+            and slots is not optimizer._trainable_variables
+            and slots is not optimizer._variables
+            and len(slots) == len(variables)
+            and all(v is None or isinstance(v, keras.Variable) for v in slots)
+            # A dict may hold other variables than one for each.
+            and (not is_dict or [v.shape for v in slots if v] == shapes)
+        ):
+            found[name] = list(slots)
+    return found
 
 
 def _copy(old: Any, new: Any) -> None:
