@@ -66,7 +66,7 @@ class Checkpoint(Callback):
         signals: names of signals at which training ends in good order: the
             running update is finished, a checkpoint is written, and `fit`
             raises `Preempted`. Ctrl-C is always treated so, and raises
-            `KeyboardInterrupt`.
+            `KeyboardInterrupt`, if the program handles it in no other way.
 
     Raises:
         TypeError: an argument is of the wrong kind.

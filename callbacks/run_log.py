@@ -115,12 +115,14 @@ class RunLog(WarningLogger):
 
 def _telling(point: dict[str, Any]) -> str:
     """Pick of a point what is the same when it comes again: not the speed."""
-    names = [
-        name
-        for name in sorted(point)
-        if "loss" in name or name.startswith("learning_rate")
-    ]
-    return json.dumps([point.get(name) for name in ("updates", *names)] + names)
+    return json.dumps(
+        {
+            name: value
+            for name, value in point.items()
+            if not any(word in name for word in ("second", "memory", "time"))
+        },
+        sort_keys=True,
+    )
 
 
 def _strict(value: Any) -> Any:

@@ -249,6 +249,7 @@ def _check_class_weight(batch: Batch, class_weight: Any) -> None:
 
 def _class_labels(y: np.ndarray) -> np.ndarray:
     """Return class numbers, int32, `[n, ...]`, of numbers or one-hot rows."""
+    y = y.astype(dtype_read(y.dtype), copy=False)  # of bfloat16, too
     is_label = y.ndim == 1 or y.shape[-1] == 1
     is_one_hot = not is_label
     if is_one_hot and not np.issubdtype(y.dtype, np.floating):

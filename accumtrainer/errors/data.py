@@ -144,9 +144,9 @@ NO_MORE_EPOCHS = (
 )
 
 SAME_VALIDATION_LOGS = (
-    "Sets of validation_data must have names that tell their numbers apart. "
-    "Received: {key}, of the set {one!r} and of the set {other!r}. Give one of "
-    "the sets another name."
+    "Sets of validation_data should have names that tell their numbers apart. "
+    "{key} is of the set {one!r} and of the set {other!r}, and the former's is "
+    "kept. Give one of the sets another name."
 )
 
 NO_MORE_VALIDATION = (

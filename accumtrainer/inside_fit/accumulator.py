@@ -194,7 +194,7 @@ class FitAccumulator(Hooks):
             batches_per_epoch: int, or `None` where `fit` does not know it.
             announce: function that is given lines to tell the user.
         """
-        self._announce = announce
+        self._announce, self.is_due = announce, False
         self._groups_per_epoch = None
         if batches_per_epoch is not None:
             self._groups_per_epoch = math.ceil(

@@ -80,10 +80,11 @@ class CallbackStates:
                     callback.set_state(states[key])
                 continue
             values = self._values[key]
-            for name in self._changed(key).keys() & values.keys():
-                _put_back(callback, name, values[name])
-            for name, value in states.get(key, {}).items():
-                _put_back(callback, name, value)
+            changed = self._changed(key).keys() & values.keys()
+            state = {name: values[name] for name in changed}
+            state |= states.get(key, {})
+            for name in state:
+                _put_back(callback, name, state)
 
     def _changed(self, key: str) -> dict[str, Any]:
         """Write what has become another than when training began."""
@@ -189,16 +190,20 @@ def _values_of(callback: Any, written: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _put_back(callback: Any, name: str, value: Any) -> None:
+def _put_back(callback: Any, name: str, state: dict[str, Any]) -> None:
     """Set an attribute to what was saved, in the kind of what is there.
 
     A list, dict, set or array is filled anew: whoever has given it to the
-    callback looks there. Of one that the class or another attribute holds too,
-    which may have become another, a copy is filled.
+    callback looks there. Of one that the class holds, or another attribute that
+    has become another, a copy is filled.
     """
-    held = vars(callback)
+    held, value = vars(callback), state[name]
     there = held.get(name, getattr(callback, name, None))
-    is_shared = name not in held or sum(v is there for v in held.values()) > 1
+    is_shared = name not in held or any(
+        _fingerprint(state.get(other, there), "") != _fingerprint(value, "")
+        for other, known in held.items()
+        if known is there and other != name
+    )
     if isinstance(there, CONTAINERS) and is_shared:
         there = copy.copy(there)
     if _fill(there, value):

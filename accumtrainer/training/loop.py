@@ -115,6 +115,8 @@ class FitLoop:
                 while is_complete and self._should_begin():
                     is_complete = self._run_epoch(upcoming)
                     upcoming = self._windows(self._position)
+                if self._coming is not None:  # no epoch was begun
+                    self._position = self._found
                 if is_complete:
                     self._tell_safe_point("end")
                     self._apply_carried()
@@ -171,7 +173,7 @@ class FitLoop:
         if not is_over:
             for note in self._engine.notes_of_state(first.micro_batches):
                 self._announce(note)
-        self._coming = coming
+        self._coming = None if has_ended else coming
         return itertools.chain(begun, self._cut(coming))
 
     def _move_to_callbacks_epoch(self) -> Iterator[Window] | None:

@@ -54,7 +54,7 @@ class Interruption:
         before: dict[int, Any] = {n: signal.getsignal(n) for n in self._numbers}
         if callable(before[signal.SIGINT]):
             self._at_ctrl_c = before[signal.SIGINT]
-        else:  # ignored, or left to the system
+        elif before[signal.SIGINT] == signal.SIG_IGN:
             del before[signal.SIGINT]
         for number in before:
             signal.signal(number, self._remember)

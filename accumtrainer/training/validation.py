@@ -65,8 +65,6 @@ class Validation:
         Returns:
             Numbers, `val_loss` or `val_<set>_loss` and so on.
 
-        Raises:
-            ValueError: two sets have numbers of the same name.
         """
         logs: dict[str, Any] = {}
         sets: dict[str, str] = {}
@@ -82,11 +80,11 @@ class Validation:
             for name, value in results.items():
                 key, of = f"val_{prefix}{name}", prefix.removesuffix("_")
                 if key in logs:
-                    raise ValueError(
-                        errors.SAME_VALIDATION_LOGS.format(
-                            key=key, one=sets[key], other=of
-                        )
+                    message = errors.SAME_VALIDATION_LOGS.format(
+                        key=key, one=sets[key], other=of
                     )
+                    warnings.warn(message, stacklevel=2)
+                    continue
                 logs[key], sets[key] = value, of
         return logs
 

@@ -142,7 +142,9 @@ def test_resume_repeats_no_point_that_is_in_the_file(tmp_path):
     crashed.open()
     state = json.loads(json.dumps(crashed.get_state()))
     for updates in (2, 4):
-        crashed.write(updates, {"loss": 0.5, "speed": 2, "epoch": 0})
+        crashed.write(
+            updates, {"loss": 0.5, "samples_per_second": 2, "epoch": 0}
+        )
         if updates == 2:
             crashed.write(updates, {"val_loss": 1.0, "epoch": 0})
     crashed.close()
@@ -150,7 +152,9 @@ def test_resume_repeats_no_point_that_is_in_the_file(tmp_path):
     resumed.open()
     resumed.set_state(state)
     for updates in (2, 4, 6):
-        resumed.write(updates, {"loss": 0.5, "speed": 1, "epoch": 0})
+        resumed.write(
+            updates, {"loss": 0.5, "samples_per_second": 1, "epoch": 0}
+        )
         resumed.write(updates, {"val_loss": 1.0, "epoch": 0})
     resumed.close()
     # The validation after update 4 had not been written before the crash.
@@ -164,7 +168,7 @@ def test_resume_repeats_no_point_that_is_in_the_file(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("name", ["loss", "learning_rate"])
+@pytest.mark.parametrize("name", ["loss", "learning_rate", "f1"])
 def test_resume_with_other_settings_writes_what_it_does(name, tmp_path):
     path = tmp_path / "run.jsonl"
     run_log = RunLog(path)

@@ -196,6 +196,5 @@ def test_batch_that_keras_would_train_by_itself_is_refused(act):
         model.fit(X, Y, callbacks=[accumulation, Acts()], **order)
     if act is not train_by_keras:
         return
-    model = make_model()
     model.fit(X, Y, callbacks=[Acts(), accumulation], **order)
     assert accumulation.progress.updates > 0

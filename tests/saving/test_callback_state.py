@@ -166,6 +166,23 @@ def test_attributes_that_begin_as_one_object_do_not_stay_one(tmp_path):
     assert shares.rows == [0, 1] and SharesDicts.rows == []
 
 
+class HasTwoNames(keras.callbacks.Callback):
+    """Has one list by two names."""
+
+    def on_train_begin(self, logs=None):
+        self.rows = self.table = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.rows.append(epoch)
+
+
+def test_list_that_has_two_names_has_them_afterwards(tmp_path):
+    train(tmp_path, HasTwoNames(), epochs=1)
+    named = HasTwoNames()
+    train(tmp_path, named, epochs=2, resume_from="auto")
+    assert named.rows == named.table == [0, 1]
+
+
 class KeepsPlaces(keras.callbacks.Callback):
     """Keeps a list of what has names."""
 

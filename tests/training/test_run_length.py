@@ -17,6 +17,7 @@ from linear import (
 )
 
 from accumtrainer import Callback, Every
+from accumtrainer.callbacks import Checkpoint
 from accumtrainer.keras_api import keras
 from accumtrainer.training import clock as clock_module
 
@@ -154,6 +155,37 @@ def test_no_epochs_to_train_train_nothing_as_in_keras(options):
     assert applied.logs == []
     for old, new in zip(before, weights_of(trainer.model), strict=True):
         np.testing.assert_array_equal(old, new)
+
+
+def test_run_goes_on_from_no_epochs_with_the_first_window(tmp_path):
+    order = {"callbacks": [Checkpoint(tmp_path)], "shuffle": False}
+    begun, _ = make_trainer()
+    fit(begun, epochs=0, **order)
+    resumed, _ = make_trainer()
+    fit(resumed, epochs=1, resume_from=tmp_path, **order)
+    expected, _ = make_trainer()
+    fit(expected, epochs=1, shuffle=False)
+    assert resumed.progress.updates == expected.progress.updates
+    for one, other in zip(
+        weights_of(resumed.model), weights_of(expected.model), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_run_that_ended_ends_again_though_a_callback_would_go_on(tmp_path):
+    class Stops(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            self.model.stop_training = False
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.stop_training = True
+
+    stopped, _ = make_trainer()
+    fit(stopped, epochs=3, callbacks=[Checkpoint(tmp_path), Stops()])
+    resumed, _ = make_trainer()
+    with pytest.warns(UserWarning, match="ran out of data|no batch"):
+        fit(resumed, epochs=3, callbacks=[Stops()], resume_from=tmp_path)
+    assert resumed.progress.updates == stopped.progress.updates
 
 
 def test_initial_epoch_takes_up_the_order_of_its_epoch():

@@ -123,13 +123,16 @@ def test_named_validation_sets_are_logged_by_name():
     }
 
 
-def test_validation_sets_whose_numbers_have_one_name_are_refused():
+def test_validation_sets_whose_numbers_have_one_name_are_told_of():
     inputs = keras.Input([3])
     outputs = {n: keras.layers.Dense(1, name=n)(inputs) for n in ("b", "c")}
     trainer, _ = make_trainer(keras.Model(inputs, outputs))
     data = X, {"b": Y, "c": Y}
-    with pytest.raises(ValueError, match="val_a_b_loss, of the set 'a' and of"):
-        fit(trainer, *data, validation_data={"a": data, "a_b": data})
+    other = X, {"b": Y + 1.0, "c": Y}
+    with pytest.warns(UserWarning, match="val_a_b_loss is of the set 'a' and"):
+        logs = fit(trainer, *data, validation_data={"a": data, "a_b": other})
+    loss = trainer.evaluate(*data, verbose=0, return_dict=True)["b_loss"]
+    assert logs.history["val_a_b_loss"] == pytest.approx([loss])
 
 
 def test_validation_split_keeps_the_last_samples():
