@@ -8,7 +8,7 @@ over micro-batches, or others, as a mean by features; twice the data tell which.
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +34,6 @@ SUMS_OF_SAMPLES = (
 ASSUMED = "the activity regularizer of "
 """How the origin of a loss begins that may be no such sum."""
 
-_Found = TypeVar("_Found")
 _Shapes = Sequence[tuple[Any, ...]]
 
 
@@ -50,27 +49,29 @@ class AddedLosses:
         self._shapes: _Shapes | None = None
         self._are_sums: list[bool] | None = None
 
-    def find_out(self, look: Callable[[Batch], _Found], batch: Batch) -> _Found:
-        """Find out which losses add up, where they have several values.
+    @property
+    def is_unsure(self) -> bool:
+        """Whether some were collected that may add up, or not."""
+        return self._shapes is not None and self._are_sums is None
+
+    def forget(self) -> None:
+        """Forget which losses add up, where they have several values."""
+        self._shapes = self._are_sums = None
+
+    def look_at_twice(self, look: Callable[[Batch], Any], batch: Batch) -> None:
+        """Find out which losses add up, after a look at a batch.
 
         Args:
             look: function of a batch that collects what is added for it, and
                 has no other effect.
             batch: `Batch` of arrays.
-
-        Returns:
-            What `look` returns of the batch.
         """
-        self._shapes = self._are_sums = None
-        found = look(batch)
-        if self._shapes is None:
-            return found
-        once: _Shapes = self._shapes
+        assert self._shapes is not None
+        once, self._are_sums = self._shapes, None
         # A model may take no other number of examples.
         with contextlib.suppress(Exception):
             look(map_leaves(lambda leaf: np.concatenate([leaf, leaf]), batch))
             self._are_sums = grow(once, self._shapes)
-        return look(batch)
 
     def collect(
         self,

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch
@@ -26,8 +26,6 @@ from accumtrainer.window.losses import (
 from accumtrainer.window.numbers import Sums
 from accumtrainer.window.state import RunningSums, Scratch
 from accumtrainer.window.weighing import window_means
-
-_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +71,7 @@ class Objective:
     Attributes:
         expected: list of `WeightedLoss`, of which only kind and name count:
             the losses there must be; `None` where they are being found out.
+        added: what layers add.
     """
 
     def __init__(self, hooks: Hooks):
@@ -85,7 +84,7 @@ class Objective:
         )
         self._has_metrics = context.has_metrics
         self._model = model
-        self._added = AddedLosses(model)
+        self.added = AddedLosses(model)
 
     def measure(
         self,
@@ -112,7 +111,7 @@ class Objective:
         # A model's own loss has what its layers add in it.
         if self._hooks._model_losses == model_losses:
             expected = self.expected and self.expected[len(losses) :]
-            added, regularization = self._added.collect(
+            added, regularization = self.added.collect(
                 of_activity(), known_length(batch.x), expected
             )
             is_nothing = not added and regularization is None
@@ -131,19 +130,10 @@ class Objective:
             outputs=outputs,
         )
 
-    def find_out(self, look: Callable[[Batch], _Found], batch: Batch) -> _Found:
-        """Have somebody look which losses there are; see `AddedLosses`.
-
-        Args:
-            look: function of a batch that has it measured, and has no other
-                effect.
-            batch: `Batch` of arrays.
-
-        Returns:
-            What `look` returns of the batch.
-        """
+    def forget(self) -> None:
+        """Forget which losses there must be, to have them found out."""
         self.expected = None
-        return self._added.find_out(look, batch)
+        self.added.forget()
 
     def update_metrics(self, batch: Batch, outputs: Nest) -> None:
         """Have the model's metrics judge outputs, if there are any."""

@@ -34,6 +34,7 @@ as a function of the variables' values (JAX); what must differ is asked of the
 backend: to differentiate, to loop, to branch, to compile.
 """
 
+import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -110,10 +111,13 @@ class WindowProgram:
         if not self._surveys:
             context_of(self._parts.hooks).log_book.reductions.clear()
         if kind not in self._surveys:
-            survey = self.passes.objective.find_out(
-                lambda batch: take_survey(self._parts, self.passes, batch),
-                batch,
-            )
+            objective = self.passes.objective
+            look = functools.partial(take_survey, self._parts, self.passes)
+            objective.forget()
+            survey = look(batch)
+            if objective.added.is_unsure:
+                objective.added.look_at_twice(look, batch)
+                survey = look(batch)
             self._begin(survey)
             self._surveys[kind] = survey
         self._turn_to(self._surveys[kind])

@@ -6,6 +6,7 @@ What is recorded would keep the numbers of one step.
 
 import contextlib
 import functools
+import inspect
 import os
 import pickle
 import random
@@ -68,7 +69,10 @@ def _entropy_noted(drawn: list[str]) -> Iterator[None]:
     urandom, seed = os.urandom, random.Random.seed
 
     def note() -> None:
-        if threading.get_ident() == thread and _is_for_users(sys._getframe(2)):
+        frame = inspect.currentframe()
+        for _ in range(2):  # this function, and what has called it
+            frame = frame and frame.f_back
+        if threading.get_ident() == thread and _is_for_users(frame):
             drawn.append(DRAWN)
 
     def note_and_draw(size: int) -> bytes:
