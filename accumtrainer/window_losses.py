@@ -257,7 +257,7 @@ def _normalized(embeddings: Tensor) -> Tensor:
     # Where one is zero, the derivative of its length is NaN.
     squares = ops.sum(ops.square(embeddings), axis=-1, keepdims=True)
     least = keras.config.epsilon() ** 2
-    return embeddings * ops.rsqrt(ops.maximum(squares, least))
+    return ops.multiply(embeddings, ops.rsqrt(ops.maximum(squares, least)))
 
 
 def _own_among_all(logits: Tensor) -> Tensor:

@@ -95,8 +95,8 @@ def begin_averages(optimizer: Optimizer) -> None:
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     for one in optimizers_of(inner)[1]:
-        clock = ops.convert_to_tensor(one.iterations)
-        if not one.built or ops.convert_to_numpy(clock):
+        # A copy, as replicas may hold the clock in parts.
+        if not one.built or int(ops.copy(one.iterations)):
             continue
         copies = {AVERAGES} | getattr(one, COPIES, frozenset())
         for name, slots in _slots(one).items():
@@ -124,7 +124,7 @@ def _are_copies(optimizer: Optimizer, slots: list[Variable | None]) -> bool:
 
 def _differ(one: Tensor, other: Tensor) -> bool:
     """Whether any number differs, compared where they are."""
-    return bool(ops.convert_to_numpy(ops.any(ops.not_equal(one, other))))
+    return int(ops.any(ops.not_equal(one, other))) > 0
 
 
 class _Kept:

@@ -41,7 +41,7 @@ MOST_CONSTANT = 4096
 def is_zero(module: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a value is zero everywhere."""
     if node.op == "get_attr":
-        return not getattr(module, node.target).any()
+        return not getattr(module, node.target).any().item()
     if node.target in {aten.full.default, aten.full_like.default}:
         return bool(node.args[1] == 0)
     return node.target in {aten.zeros.default, aten.zeros_like.default}
