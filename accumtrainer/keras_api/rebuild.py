@@ -159,20 +159,20 @@ class _Kept:
 def _slots(optimizer: Optimizer) -> dict[str, list[Variable | None]]:
     """List by attribute what it holds for each variable that is updated."""
     variables = optimizer._trainable_variables
-    shapes = [v.shape for v in variables]
     found = {}
     for name, value in vars(optimizer).items():
         is_dict = isinstance(value, dict)
         slots = list(value.values()) if is_dict else value
-        if (
-            isinstance(slots, list)
-            and bool(slots)
-            and slots is not optimizer._trainable_variables
-            and slots is not optimizer._variables
-            and len(slots) == len(variables)
-            and all(v is None or isinstance(v, keras.Variable) for v in slots)
+        if value is variables or value is optimizer._variables:
+            continue
+        if not isinstance(slots, list) or len(slots) != len(variables):
+            continue
+        if slots and all(
             # A dict may hold other variables than one for each.
-            and (not is_dict or [v.shape for v in slots if v] == shapes)
+            isinstance(slot, keras.Variable) and slot.shape == variable.shape
+            if is_dict
+            else slot is None or isinstance(slot, keras.Variable)
+            for variable, slot in zip(variables, slots, strict=True)
         ):
             found[name] = list(slots)
     return found
