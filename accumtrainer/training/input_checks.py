@@ -148,7 +148,7 @@ def _end_of(layer: Layer, name: Literal["input", "output"]) -> Any:
     """Return what a layer of a functional model was called with, or gave."""
     try:
         return getattr(layer, name)
-    except AttributeError:
+    except (AttributeError, ValueError):  # the latter of Keras Core
         return []  # never, or several times, or not in such a model
 
 
