@@ -9,15 +9,11 @@ from quickest import RUN_EAGERLY
 from accumtrainer import Callback, Trainer
 from accumtrainer.callbacks import Checkpoint
 from accumtrainer.callbacks.best_values import direction_by_name
-from accumtrainer.keras_api import KERAS_NAME, keras
+from accumtrainer.keras_api import keras
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=[8, 3]).astype("float32")
 Y = (X[:, :1] * 2 + 1).astype("float32")
-
-of_keras_3 = pytest.mark.skipif(
-    KERAS_NAME != "keras", reason="metrics of Keras Core have no direction"
-)
 
 
 def fit(checkpoint, metrics=(), callbacks=(), **options):
@@ -81,7 +77,6 @@ def test_a_direction_goes_by_the_whole_words_of_a_name(name, direction):
     assert direction_by_name(name) == direction
 
 
-@of_keras_3
 @pytest.mark.parametrize("name", ["distance", "acc_of_fit"])
 def test_a_metric_says_itself_what_is_best(name, tmp_path):
     checkpoint = Checkpoint(tmp_path, keep=1, keep_best=f"val_{name}")

@@ -368,10 +368,6 @@ def test_rounding_to_float8_is_told_too_though_some_scales_are_infinite():
     assert found.reasons[0].startswith("It is rounding: computed in float64")
 
 
-@pytest.mark.skipif(
-    not hasattr(keras, "dtype_policies"),
-    reason="this version of Keras has no maps of policies",
-)
 def test_policies_of_a_map_stay_as_they_are():
     policies = keras.dtype_policies.DTypePolicyMap(default_policy="float32")
     policies["head"] = keras.dtype_policies.DTypePolicy("mixed_bfloat16")

@@ -87,6 +87,7 @@ UPDATES = {
 }
 
 
+# Keras 3.12, the oldest that is supported, has no such optimizer.
 @pytest.mark.skipif(
     not hasattr(keras.optimizers, "ScheduleFreeAdamW"),
     reason="this version of Keras has no ScheduleFreeAdamW",
