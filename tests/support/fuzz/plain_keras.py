@@ -17,8 +17,8 @@ ROUNDING_OF_FLOAT8 = 5e-2
 """The same where layers compute in float8, which turns the smallest difference
 into an eighth, or into none."""
 
-NOISE = 1e-5
-"""Most that a gradient may be off, relative to the largest one."""
+NOISES = (1e-5, -1e-5, 5e-6, -5e-6)
+"""By how much gradients may be off, relative to the largest one."""
 
 FURTHER_LOGS = (
     "gradient_norm",
@@ -103,9 +103,10 @@ def with_dense_gradients(optimizer, noise=0.0):
         variables = trainable_variables or optimizer._trainable_variables
         grads = [dense(gradient) for gradient in grads]
         if noise:
-            # It goes by signs, even of what is left where terms cancel.
-            is_lion = isinstance(optimizer, keras.optimizers.Lion)
-            grads = with_noise(grads, variables, noise, at_zeros=is_lion)
+            # They go by signs, even of what is left where terms cancel.
+            by_signs = (keras.optimizers.Lion, keras.optimizers.Adafactor)
+            at_zeros = isinstance(optimizer, by_signs)
+            grads = with_noise(grads, variables, noise, at_zeros=at_zeros)
         may_keep = isinstance(
             optimizer,
             (
@@ -143,8 +144,11 @@ def dense(gradient):
 
 
 def with_noise(gradients, variables, noise, at_zeros):
-    """Add rounding to every gradient, or to those that are not exactly zero."""
-    rng = np.random.default_rng(0)
+    """Add rounding to every gradient, or to those that are not exactly zero.
+
+    Another size of noise has other signs.
+    """
+    rng = np.random.default_rng(round(abs(noise) * 1e8))
     plain = [
         g is not None and not getattr(v, "overwrite_with_gradient", False)
         for g, v in zip(gradients, variables, strict=True)
@@ -388,7 +392,7 @@ def differences(actual, expected, initial, train):
     if not off:
         return []
     floors = dict.fromkeys(off, 0.0)
-    for noise in (NOISE, -NOISE):
+    for noise in NOISES:
         noisy = train(noise)
         for name in off:
             floor = largest(noisy[name] - expected[name])
