@@ -44,10 +44,13 @@ def check_bare_losses(
     if not bare or parts.combine != "exact":
         return
     trials = find_trials()
+    stated = context_of(parts.hooks).denominator
     verdicts = {
         losses[i].origin: trials[i].verdict if trials else "unknown"
         for i in bare
     }
+    if not callable(stated):
+        verdicts = {o: _verdict(o, shown) for o, shown in verdicts.items()}
     for origin in [o for o in verdicts if o.startswith(ASSUMED)]:
         verdict = verdicts.pop(origin)
         if verdict not in FINE:
@@ -60,7 +63,6 @@ def check_bare_losses(
             )
     if not verdicts:
         return
-    stated = context_of(parts.hooks).denominator
     if stated is not None:
         for origin, verdict in verdicts.items():
             if verdict not in FINE:
@@ -81,6 +83,14 @@ def check_bare_losses(
             remedy=_remedies(verdicts, owner),
         )
     )
+
+
+def _verdict(origin: str, shown: str) -> str:
+    """Say what is known of a loss, where a trial for samples missed it."""
+    if origin.endswith(errors.PAIRED):
+        return "couples"
+    is_missed = origin.endswith(errors.DEPENDENT) and shown in FINE
+    return "mixes" if is_missed else shown
 
 
 def _combine(owner: str) -> str:

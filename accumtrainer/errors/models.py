@@ -128,6 +128,12 @@ NO_SUM_OVER_SAMPLES = (
 
 REDUCED_LOSS = "the loss {loss!r}, whose values are not one per example"
 
+PAIRED = " of outputs that pair examples"
+DEPENDENT = ", whose value of one example depends on the others"
+PAIRING_OUTPUTS = "the loss {loss!r}" + PAIRED
+COUPLING_LOSS = "the loss {loss!r}" + DEPENDENT
+"""What is told of two kinds of losses, and how that ends."""
+
 WRONG_DENOMINATOR = (
     "{stated} must be what a bare scalar was averaged over. Received: one from "
     "{origin}, which {shown}, as a trial with some of the data shows: updates "

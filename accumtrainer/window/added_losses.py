@@ -5,14 +5,10 @@ was averaged over. Several values may be those of each example, which add up
 over micro-batches, or others, as a mean by features; twice the data tell which.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
-from accumtrainer.data.batches import Batch, map_leaves
 from accumtrainer.keras_api import (
     ACTIVITY_LOSSES_ARE_MEANS,
     flatten_layers,
@@ -58,19 +54,18 @@ class AddedLosses:
         """Forget which losses add up, where they have several values."""
         self._shapes = self._are_sums = None
 
-    def look_at_twice(self, look: Callable[[Batch], Any], batch: Batch) -> None:
-        """Find out which losses add up, after a look at a batch.
+    @property
+    def shapes(self) -> _Shapes | None:
+        """Shapes of what was collected last, if that may have added up."""
+        return self._shapes
+
+    def learn(self, once: _Shapes | None) -> None:
+        """Learn which losses add up, after a call with twice the data.
 
         Args:
-            look: function of a batch that collects what is added for it, and
-                has no other effect.
-            batch: `Batch` of arrays.
+            once: the `shapes` before.
         """
-        assert self._shapes is not None
-        once, self._are_sums = self._shapes, None
-        # A model may take no other number of examples.
-        with contextlib.suppress(Exception):
-            look(map_leaves(lambda leaf: np.concatenate([leaf, leaf]), batch))
+        if once is not None and self._shapes is not None:
             self._are_sums = grow(once, self._shapes)
 
     def collect(

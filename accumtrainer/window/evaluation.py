@@ -66,11 +66,10 @@ class EvaluationProgram:
         if self.kind not in self._known:
             # Current first, while the programs know no others.
             self._parts.backend.write_back()
-            added = self._objective.added
             self._objective.forget()
             self._known[self.kind] = self._look_at(batch)
-            if added.is_unsure:
-                added.look_at_twice(self._look_at, batch)
+            if self._objective.is_unsure:
+                self._objective.look_at_twice(self._look_at, batch)
                 self._known[self.kind] = self._look_at(batch)
         self._objective.expected = self._now.losses
         if self.kind not in self.kinds:

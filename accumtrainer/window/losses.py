@@ -23,7 +23,7 @@ from accumtrainer.keras_api import (
     tree,
 )
 from accumtrainer.keras_api.types import Nest, Tensor, Variable
-from accumtrainer.window.reducing import reduces_examples
+from accumtrainer.window.reducing import couples_examples, reduces_examples
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,7 @@ class CompiledLoss:
         output_names: list[str] | None = None,
     ):
         self._measured: list[WeightedLoss | BareLoss] = []
+        self._measuring: list[_Measuring] = []
         self._board = _LossBoard(output_names)
         self._compute = compile_losses(
             self._board,
@@ -121,7 +122,30 @@ class CompiledLoss:
         )
 
     def _wrap(self, leaf: Any) -> "_Measuring | None":
-        return None if leaf is None else _Measuring(leaf, self._measured)
+        if leaf is None:
+            return None
+        self._measuring.append(_Measuring(leaf, self._measured))
+        return self._measuring[-1]
+
+    @property
+    def is_unsure(self) -> bool:
+        """Whether some outputs may pair examples, or not."""
+        return any(one.is_unsure for one in self._measuring)
+
+    @property
+    def shapes(self) -> list[Any]:
+        """Shapes of the outputs that it was given last, loss by loss."""
+        return [one.shape for one in self._measuring]
+
+    def learn(self, once: list[Any]) -> None:
+        """Learn which outputs pair examples, after a call with twice the data.
+
+        Args:
+            once: the `shapes` before.
+        """
+        for one, shape in zip(self._measuring, once, strict=True):
+            if one.is_unsure:
+                one.pairs = None not in shape and shape[1:] != one.shape[1:]
 
     @property
     def variables(self) -> list[Variable]:
@@ -170,7 +194,15 @@ class _Measuring(keras.losses.Loss):
         super().__init__(name=_loss_name(identifier))
         self._identifier = identifier
         self._measured = measured
-        self._is_reduced: bool | None = None
+        self._flaw: str | None = None
+        self.shape: tuple[int | None, ...] = ()
+        self.pairs: bool | None = None
+
+    @property
+    def is_unsure(self) -> bool:
+        """Whether its outputs may have an axis more of examples."""
+        length, *others = self.shape or (None,)
+        return self.pairs is None and length is not None and length in others
 
     def __call__(
         self,
@@ -181,14 +213,25 @@ class _Measuring(keras.losses.Loss):
         loss = _resolve_loss(self._identifier, y_true, y_pred)
         measured = measure(loss, y_true, y_pred, sample_weight)
         if isinstance(measured, WeightedLoss) and not measured.is_sum:
-            if self._is_reduced is None:
-                self._is_reduced = reduces_examples(loss, y_true, y_pred)
-            if self._is_reduced:
-                measured = BareLoss(
-                    measured.mean, errors.REDUCED_LOSS.format(loss=loss.name)
-                )
+            if self._flaw is None:
+                self._flaw = self._find_flaw(loss, y_true, y_pred)
+            self.shape = tuple(getattr(y_pred, "shape", ()))
+            flaw = errors.PAIRING_OUTPUTS if self.pairs else self._flaw
+            if flaw:
+                origin = flaw.format(loss=loss.name)
+                measured = BareLoss(measured.mean, origin)
         self._measured.append(measured)
         return ops.zeros(())  # the sum is not Keras's to make
+
+    def _find_flaw(self, loss: Any, y_true: Tensor, y_pred: Tensor) -> str:
+        """Say why nobody knows what it was divided by, "" if it is known."""
+        if reduces_examples(loss, y_true, y_pred):
+            return errors.REDUCED_LOSS
+        code = find_loss(self._identifier, y_true, y_pred)
+        is_of_keras = code.__module__.partition(".")[0] == keras.__name__
+        if not is_of_keras and couples_examples(loss, y_true, y_pred):
+            return errors.COUPLING_LOSS
+        return ""
 
 
 class _KeptValues(keras.losses.Loss):

@@ -1,12 +1,15 @@
 """What a micro-batch is trained or judged on: its losses and its metrics."""
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from accumtrainer import errors
-from accumtrainer.data.batches import Batch
+from accumtrainer.data.batches import Batch, map_leaves
 from accumtrainer.keras_api import (
     keras,
     noting_activity,
@@ -85,6 +88,7 @@ class Objective:
         self._has_metrics = context.has_metrics
         self._model = model
         self.added = AddedLosses(model)
+        self._parts: Any = [self.added, *filter(None, [context.compiled_loss])]
 
     def measure(
         self,
@@ -134,6 +138,25 @@ class Objective:
         """Forget which losses there must be, to have them found out."""
         self.expected = None
         self.added.forget()
+
+    @property
+    def is_unsure(self) -> bool:
+        """Whether twice the data would tell more of the losses."""
+        return any(part.is_unsure for part in self._parts)
+
+    def look_at_twice(self, look: Callable[[Batch], Any], batch: Batch) -> None:
+        """Learn more of the losses, after a look at a batch.
+
+        Args:
+            look: function of a batch that measures it, and has no other effect.
+            batch: `Batch` of arrays.
+        """
+        once = [part.shapes for part in self._parts]
+        # A model may take no other number of examples.
+        with contextlib.suppress(Exception):
+            look(map_leaves(lambda leaf: np.concatenate([leaf, leaf]), batch))
+            for part, shapes in zip(self._parts, once, strict=True):
+                part.learn(shapes)
 
     def update_metrics(self, batch: Batch, outputs: Nest) -> None:
         """Have the model's metrics judge outputs, if there are any."""

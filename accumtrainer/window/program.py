@@ -115,8 +115,8 @@ class WindowProgram:
             look = functools.partial(take_survey, self._parts, self.passes)
             objective.forget()
             survey = look(batch)
-            if objective.added.is_unsure:
-                objective.added.look_at_twice(look, batch)
+            if objective.is_unsure:
+                objective.look_at_twice(look, batch)
                 survey = look(batch)
             self._begin(survey)
             self._surveys[kind] = survey

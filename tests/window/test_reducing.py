@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from accumtrainer import Accumulation, Trainer
+from accumtrainer.callbacks import GradientAccumulation
 from accumtrainer.keras_api import KERAS_NAME, keras, ops
 
 pytestmark = pytest.mark.usefixtures("without_xla")
@@ -110,3 +111,92 @@ def test_evaluation_weighs_samples_before_training_and_after():
         values.append(trainer.evaluate(X[:11], Y[:11], batch_size=8, verbose=0))
     errors = Y[:11] - trainer.predict(X[:11], verbose=0)
     np.testing.assert_allclose(values, np.mean(errors**2), rtol=1e-5)
+
+
+def by_mean_of_mask(y, p):
+    """Divide the loss of every example by what all of them come to."""
+    mask = ops.cast(y > 0.3, p.dtype)
+    return ops.mean(mask * ops.abs(y - p), axis=-1) / ops.mean(mask)
+
+
+def by_largest(y, p):
+    return ops.mean(ops.square(y - p), axis=-1) / ops.max(ops.abs(y))
+
+
+class ByRank(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        ranks = ops.argsort(ops.argsort(ops.sum(y_true, axis=-1)))
+        values = ops.mean(ops.square(y_true - y_pred), axis=-1)
+        return values * ops.cast(ranks, values.dtype)
+
+
+@pytest.mark.parametrize("loss", [by_mean_of_mask, by_largest, ByRank()])
+def test_values_that_depend_on_other_examples_are_refused(loss):
+    with pytest.raises(ValueError, match="depends on the others") as caught:
+        make_trainer(loss).fit(X, Y, batch_size=24, verbose=0)
+    assert "denominator='samples'" not in str(caught.value)
+    # With the whole batch at once there is nothing to weigh.
+    assert_exact(loss, size=24)
+
+
+def test_values_divided_by_a_mean_are_exact_as_stated():
+    assert_exact(
+        by_mean_of_mask,
+        denominator=lambda batch: ops.sum(ops.cast(batch.y > 0.3, "float32")),
+    )
+
+
+class Drawing(keras.losses.Loss):
+    """Draws, so that an example has another value every time."""
+
+    def __init__(self):
+        super().__init__()
+        self.rng = keras.random.SeedGenerator(0)
+
+    def call(self, y_true, y_pred):
+        noise = keras.random.uniform(ops.shape(y_true), 0.9, 1.1, seed=self.rng)
+        return ops.mean(noise * ops.square(y_true - y_pred), axis=-1)
+
+
+class Focal(keras.losses.Loss):
+    """Has values of tokens, which depend on labels alone."""
+
+    def call(self, y_true, y_pred):
+        error = ops.abs(ops.cast(y_true > 0.5, y_pred.dtype) - y_pred)
+        return error**2 * ops.log(1 + error)
+
+
+@pytest.mark.parametrize("loss", [Drawing(), Focal()])
+def test_values_of_each_example_are_believed(loss):
+    make_trainer(loss).fit(X, Y, batch_size=24, verbose=0)
+
+
+def pairing_model():
+    """Make a model that compares every example with all others."""
+    inputs = keras.Input([5])
+    layer = keras.layers.Dense(3, kernel_initializer="ones")
+    hidden = layer(inputs)
+    outputs = keras.layers.Lambda(
+        lambda h: ops.matmul(h, ops.transpose(h)), output_shape=(None,)
+    )(hidden)
+    return keras.Model(inputs, outputs)
+
+
+@pytest.mark.parametrize("is_in_fit", [False, True])
+def test_outputs_that_pair_examples_are_refused(is_in_fit):
+    model = pairing_model()
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    accumulation = Accumulation(micro_batch_size=6)
+    with pytest.raises(ValueError, match="pair examples") as caught:
+        if is_in_fit:
+            callback = GradientAccumulation(steps=4)
+            model.fit(X, Y[:, :1], 6, verbose=0, callbacks=[callback])
+        else:
+            trainer = Trainer(model, accumulation=accumulation)
+            trainer.fit(X, Y[:, :1], batch_size=24, verbose=0)
+    assert "WindowLossTrainer" in str(caught.value)
+    assert "denominator='samples'" not in str(caught.value)
+
+
+def test_outputs_as_wide_as_a_micro_batch_is_long_are_believed():
+    assert_exact("mse", size=3)
