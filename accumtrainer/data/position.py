@@ -13,14 +13,15 @@ from accumtrainer.data.batches import leaves
 class Position:
     """What has been taken from a source, and what of it is left to train on.
 
-    `groups` changes it. Between two windows it says all that is needed to go
-    on from the same place.
+    `groups` changes it. It says all that is needed to go on from the same
+    place, before a window and after it.
 
     Args:
         epoch: index of the epoch.
         batches: loader batches taken in this epoch.
         windows: windows made in this epoch.
-        carried: loader items of the window being filled.
+        carried: loader items of the window being filled, or of a full one of
+            which the update is yet to be made.
         first: the first loader item of the last epoch begun, or its
             fingerprint; `None` before the first epoch.
         last: the last loader item taken, or its fingerprint, or `None`.
@@ -61,7 +62,7 @@ class Position:
         self.last = item
 
     def take_group(self) -> tuple[Any, ...]:
-        """Begin a window of the carried items, at least one."""
+        """Take the carried items, at least one, of which a window is made."""
         group = tuple(self.carried)
         self.carried.clear()
         self.windows += 1

@@ -184,8 +184,10 @@ def groups(
 
     Args:
         source: where they come from.
-        position: changed in place with every item taken. With `tail="carry"`
-            the left-over items of an epoch stay in it.
+        position: changed in place with every item taken. It carries a window's
+            items until they are taken from it, when that window is made, or
+            until the next one is asked for. With `tail="carry"` the left-over
+            items of an epoch stay in it.
         steps_at: returns the loader batches of the window about to begin;
             asked once per window, when its first batch has arrived.
         tail: what becomes of what is left at the end.
@@ -205,7 +207,7 @@ def groups(
             _require_same_parts(carried[0], item, position)
         carried.append(item)
         if len(carried) >= steps:
-            yield position.take_group()
+            yield from _made_of(position)
     if tail == "drop":
         dropped = len(carried)
         carried.clear()
@@ -216,7 +218,14 @@ def groups(
                 )
             )
     if carried and tail == "flush":
-        yield position.take_group()
+        yield from _made_of(position)
+
+
+def _made_of(position: Position) -> Iterator[tuple[Any, ...]]:
+    """Yield the window of the carried items, and see that they are taken."""
+    yield tuple(position.carried)
+    if position.carried:
+        position.take_group()
 
 
 def _require_same_parts(first: Batch, batch: Batch, position: Position) -> None:

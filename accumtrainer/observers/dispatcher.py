@@ -122,19 +122,27 @@ class Dispatcher:
         """Say whether any callback overrides the hook called `name`."""
         return bool(self._listeners[name])
 
-    def call(self, name: str, *args: Any) -> None:
+    def call(
+        self, name: str, *args: Any, told: list[Any] | None = None
+    ) -> None:
         """Call one hook of every callback that overrides it.
 
         Args:
             name: one of `HOOKS`.
             *args: what the hook takes. Logs, the last, may be left out; all
                 callbacks of one call get the same object.
+            told: callbacks that have been called before; who is called now
+                joins them.
         """
         listeners = self._listeners[name]
         if listeners:
             self._prepare_for(name)
             arguments, keywords = _hook_arguments(name, args)
             for callback in listeners:
+                if told is not None:
+                    if any(callback is one for one in told):
+                        continue
+                    told.append(callback)
                 getattr(callback, name)(*arguments, **keywords)
 
     def training(self) -> AbstractContextManager["Dispatcher"]:

@@ -4,7 +4,7 @@ import copy
 import enum
 import warnings
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -85,6 +85,15 @@ class CallbackStates:
             state |= states.get(key, {})
             for name in state:
                 _put_back(callback, name, state)
+
+    def keys_of(self, callbacks: Iterable[Any]) -> list[str]:
+        """List the keys of some of the callbacks."""
+        ids = set(map(id, callbacks))
+        return [key for key, one in self._callbacks.items() if id(one) in ids]
+
+    def of_keys(self, keys: Iterable[str]) -> list[Any]:
+        """List the callbacks that have these keys."""
+        return [self._callbacks[k] for k in keys if k in self._callbacks]
 
     def _changed(self, key: str) -> dict[str, Any]:
         """Write what has become another than when training began."""

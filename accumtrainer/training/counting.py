@@ -39,8 +39,11 @@ class Counting:
     @property
     def progress(self) -> Progress:
         """A copy of the counters; reading it waits for the device."""
-        if self._shown is not None:
-            return self._shown.copy()
+        return self.reached if self._shown is None else self._shown.copy()
+
+    @property
+    def reached(self) -> Progress:
+        """A copy of the counters, also where others are shown."""
         self._read()
         return self._progress.copy()
 

@@ -389,7 +389,7 @@ class Engine:
     def capture(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Copy what lasts from one window to the next, and the counters."""
         self.write_back()
-        return self.lasting.capture(), self.counting.progress.as_dict()
+        return self.lasting.capture(), self.counting.reached.as_dict()
 
     def restore(
         self,

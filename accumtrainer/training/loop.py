@@ -29,6 +29,7 @@ from accumtrainer.training.clock import Clock
 from accumtrainer.training.engine import Engine
 from accumtrainer.training.fit_options import FitOptions
 from accumtrainer.training.input_checks import InputChecks
+from accumtrainer.training.safe_points import SafePoints
 from accumtrainer.training.signals import Interruption, agree
 from accumtrainer.training.start import Start, start_from
 from accumtrainer.training.validation import Validation, metrics_kept
@@ -83,7 +84,10 @@ class FitLoop:
         self._checks: Any = None
         self._callback_states: Any = None
         self._told_plan: Plan | None = None
-        self._is_at_rest = False
+        # While an epoch ends: whether it is counted, and who was told of it.
+        self._is_counted = False
+        self._told_of_end: list[Any] = []
+        self._safe_points = SafePoints(dispatcher, self._interruption)
         self._first_epoch = options.initial_epoch
         self._has_run_out = False
         self._first_items: Any = None
@@ -105,7 +109,10 @@ class FitLoop:
             self._callback_states = CallbackStates(
                 self._dispatcher.callbacks, will_set=self._saved is not None
             )
-            with contextlib.ExitStack() as at_the_end, self._saved_on_errors():
+            with (
+                contextlib.ExitStack() as at_the_end,
+                self._safe_points.saved_on_errors(),
+            ):
                 # The model is left current, however training ends.
                 at_the_end.callback(self._engine.write_back)
                 upcoming = self._move_to_callbacks_epoch() or upcoming
@@ -115,10 +122,8 @@ class FitLoop:
                 while is_complete and self._should_begin():
                     is_complete = self._run_epoch(upcoming)
                     upcoming = self._windows(self._position)
-                if self._coming is not None:  # no epoch was begun
-                    self._position = self._found
                 if is_complete:
-                    self._tell_safe_point("end")
+                    self._safe_points.tell("end")
                     self._apply_carried()
                 self._interruption.check()
             trainer.optimizer.finalize_variable_values(
@@ -142,9 +147,11 @@ class FitLoop:
     def _prepare(self) -> Iterator[Window]:
         """Build what the first window needs; return the windows to come."""
         start, is_saved = self._start, self._saved is not None
-        self._found = self._position.copy()
+        position = self._position
+        if self._source.begins_again:  # that of the window is forgotten
+            position = position.copy()
         has_ended = is_saved and not self._should_begin()
-        coming = iter(()) if has_ended else self._groups(self._position)
+        coming = iter(()) if has_ended else self._groups(position)
         self._first_items = next(coming, None)
         begun = list(
             self._cut([self._first_items] if self._first_items else [])
@@ -210,6 +217,8 @@ class FitLoop:
 
     def snapshot_parts(self) -> dict[str, Any]:
         """Return what the loop adds to a snapshot, by its fields."""
+        # There are none to be kept while training begins.
+        states = self._callback_states or CallbackStates([])
         return {
             "position": self._position.get_state(),
             "source": self._source.get_state(),
@@ -222,32 +231,17 @@ class FitLoop:
                 "has_stopped": bool(self._trainer.model.stop_training),
                 "micro_batch": blank(self._start.micro_batch),
                 "examples_of_epoch": self._engine.lasting.examples_of_epoch,
+                "is_counted": self._is_counted,
+                "told_of_end": states.keys_of(self._told_of_end),
             },
-            "callbacks": self._callback_states.get(),
+            "callbacks": states.get(),
         }
 
     def _restore(self) -> None:
         self._start.restore(self._engine, self._callback_states)
         self._validation_logs = self._start.validation_logs
-
-    def _tell_safe_point(self, reason: str) -> None:
-        """Tell callbacks that everything until here is done."""
-        self._is_at_rest = False
-        self._dispatcher.call("on_safe_point", reason, {})
-        self._is_at_rest = True
-
-    @contextlib.contextmanager
-    def _saved_on_errors(self) -> Iterator[None]:
-        """Let callbacks save if an error comes between two windows."""
-        try:
-            yield
-        except Exception as error:
-            if self._is_at_rest:
-                try:
-                    self._dispatcher.call("on_safe_point", "error", {})
-                except Exception as failure:
-                    error.add_note(f"While saving: {failure!r}")
-            raise
+        self._is_counted = self._start.is_counted
+        self._told_of_end = self._start.told_of_end
 
     def _describe(self, first: Window) -> str:
         return describe(
@@ -342,7 +336,7 @@ class FitLoop:
         It may be broken off by an end that came first.
         """
         engine, epoch = self._engine, self._position.epoch
-        self._is_at_rest = False
+        self._safe_points.is_at_rest = False
         engine.start_epoch(epoch)
         self._validation_logs = {}
         self._dispatcher.call("on_epoch_begin", epoch, {})
@@ -355,19 +349,24 @@ class FitLoop:
                 errors.NO_MORE_EPOCHS.format(epoch=epoch), stacklevel=4
             )
             return True
-        engine.finish_epoch()
         # A carried tail can be all there is of an epoch.
         logs = dict(self._epoch_logs()) if position.windows else {}
-        self._validate_if_due()
-        if self._validation and self._options.validates_after(epoch):
-            self._validate()
+        if not self._is_counted:  # else it was, before somebody saved
+            engine.finish_epoch()
+            self._is_counted = True
+        told = self._told_of_end
+        if not told:
+            self._validate_if_due()
+            if self._validation and self._options.validates_after(epoch):
+                self._validate()
         logs |= self._validation_logs
-        self._dispatcher.call("on_epoch_end", epoch, logs)
+        self._dispatcher.call("on_epoch_end", epoch, logs, told=told)
+        self._is_counted, self._told_of_end = False, []
         self._dispatcher.last_logs = logs
         position.begin_next_epoch()
         if is_complete:
-            self._tell_safe_point("epoch")
-            self._leave_if_interrupted()
+            self._safe_points.tell("epoch")
+            self._safe_points.leave_if_interrupted()
         return is_complete
 
     def _begun_anew(self) -> Iterator[Window] | None:
@@ -383,8 +382,6 @@ class FitLoop:
         if coming is None or not self._source.begins_again:
             return None
         coming.close()
-        self._found.epoch = self._position.epoch
-        self._position = self._found
         return self._windows(self._position)
 
     def _epoch_logs(self) -> dict[str, Any]:
@@ -401,21 +398,21 @@ class FitLoop:
             self._restore()
             if self._should_stop():
                 return False
-        self._is_at_rest = True
+        self._safe_points.is_at_rest = True
         engine = self._engine
         for window in engine.waiting_for(upcoming):
-            self._is_at_rest = False
+            self._safe_points.is_at_rest = False
             self._run_window(window)
             if engine.replicas.processes > 1:
                 model, gather = self._trainer.model, engine.replicas.gather
                 agree(self._clock, self._interruption, model, gather)
             self._validate_if_due()
             should_stop = self._should_stop()
-            self._tell_safe_point("stop" if should_stop else "update")
-            self._leave_if_interrupted()
+            self._safe_points.tell("stop" if should_stop else "update")
+            self._safe_points.leave_if_interrupted()
             if should_stop:
                 return False
-        self._is_at_rest = False
+        self._safe_points.is_at_rest = False
         return True
 
     def _apply_carried(self) -> None:
@@ -424,18 +421,14 @@ class FitLoop:
         Training was to end with some epoch, and has ended earlier. A
         checkpoint made before holds what is carried, for a run that goes on.
         """
-        items = self._position.take_group() if self._position.carried else ()
-        if items and not self._has_made_all_updates():
-            self._is_at_rest = False
-            self._run_window(self._source.window(items, None))
-
-    def _leave_if_interrupted(self) -> None:
-        if self._interruption.is_pending:
-            self._tell_safe_point("interruption")
-        self._interruption.check()
+        items = self._position.carried
+        has_begun = self._coming is None
+        if items and has_begun and not self._has_made_all_updates():
+            self._safe_points.is_at_rest = False
+            self._run_window(self._source.window(list(items), None))
 
     def _run_window(self, window: Window) -> None:
-        index = self._position.windows - 1
+        index = self._position.windows
         self._check(window, self._checks, index)
         engine, dispatcher = self._engine, self._dispatcher
         dispatcher.call("on_train_batch_begin", index, {})
@@ -444,11 +437,12 @@ class FitLoop:
         if any(map(dispatcher.listens, ("on_micro_batch", "on_accumulate"))):
             before = counting.progress
         report = engine.run_window(window)
+        self._position.take_group()
         window = engine.last_window
-        if before is not None:
-            self._tell_micro_batches(report, window, before)
         counting.add(window.micro_batches, window.samples)
         counting.set_seconds(self._start.before.seconds + self._clock.seconds)
+        if before is not None:
+            self._tell_micro_batches(report, window, before)
         if dispatcher.listens("on_apply"):
             logs = Logs(report.window_logs)
             dispatcher.call("on_apply", counting.progress.updates, logs)

@@ -31,6 +31,8 @@ class Start:
         last_logs: the epoch so far.
         micro_batch: a `Batch` like those to come, or `None` if none is known.
         is_amid_epoch: whether it begins amid an epoch.
+        is_counted: whether that epoch is counted among the ended ones.
+        told_of_end: callbacks that have been told of its end.
         snapshot: what is yet to be put back, or `None`.
     """
 
@@ -42,6 +44,8 @@ class Start:
     last_logs: dict[str, Any] = field(default_factory=dict)
     micro_batch: Batch | None = None
     is_amid_epoch: bool = False
+    is_counted: bool = False
+    told_of_end: list[Any] = field(default_factory=list)
     snapshot: Snapshot | None = None
 
     def check(self, engine: Engine) -> None:
@@ -60,6 +64,10 @@ class Start:
         self.is_amid_epoch = False
         if snapshot.run is not None:
             self.validation_logs = dict(snapshot.run["validation_logs"])
+            # Older checkpoints do not tell.
+            self.is_counted = snapshot.run.get("is_counted", False)
+            told = snapshot.run.get("told_of_end", ())
+            self.told_of_end = states.of_keys(told)
         states.set(snapshot.callbacks)
 
     def has_made(self, updates: float, engine: Engine) -> bool:
