@@ -236,6 +236,11 @@ REPLACED_BY_HOOKS = """Remove it, and let hooks do what it does:
 
 Two optimizers of two models are two Trainers in turns."""
 
+LOSSES_LEFT_OUT = (
+    " It leaves out what regularizers and add_loss give, which a Trainer adds "
+    "to every loss: to train as before, remove them from the layers."
+)
+
 TEST_STEP_TOO = (
     " Its test_step may go too: compute_loss is called in validation as well, "
     "where info.training is false."

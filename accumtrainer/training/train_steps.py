@@ -8,12 +8,13 @@ of any other, the general shape is shown.
 import ast
 import copy
 import inspect
+import re
 import textwrap
 from dataclasses import dataclass
 from typing import Any
 
 from accumtrainer import errors
-from accumtrainer.keras_api import overrides
+from accumtrainer.keras_api import losses_of_layers, overrides
 from accumtrainer.keras_api.types import Model
 
 APPLYING = ("apply", "apply_gradients", "minimize")
@@ -43,6 +44,8 @@ def refusal_of_train_step(model: Model) -> str:
             remedy = errors.REPLACED_BY_A_LOSS.format(
                 model=name, hook=textwrap.indent("\n".join(hook), " " * 12)
             )
+    if step is not None and _leaves_losses_out(model, step):
+        remedy += errors.LOSSES_LEFT_OUT
     if overrides(model, "test_step"):
         remedy += errors.TEST_STEP_TOO
     return errors.MODEL_WITH_OWN_TRAIN_STEP.format(model=name, remedy=remedy)
@@ -110,6 +113,13 @@ class _Descent:
         unpacks = isinstance(value, ast.Call) and _name(value) == UNPACKING
         is_data = isinstance(value, ast.Name) and value.id == self.data
         return statement.targets[0] if unpacks or is_data else None
+
+
+def _leaves_losses_out(model: Model, step: ast.FunctionDef) -> bool:
+    """Tell whether a method has no use for what the model's layers add."""
+    named = r"\bself(\.\w+)*\.(losses|compute_loss|compiled_loss)\b"
+    has_losses = any(losses_of_layers(model))
+    return has_losses and not re.search(named, ast.unparse(step))
 
 
 def _find_descent(step: ast.FunctionDef) -> _Descent | None:

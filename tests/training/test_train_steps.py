@@ -169,9 +169,9 @@ class SomeDistance(Net):
     train_step = eval("lambda self, data: {}")  # without a source
 
 
-def message_for(cls):
+def message_for(cls, model=None):
     with pytest.raises(ValueError) as caught:
-        Trainer(cls(), optimizer="sgd")
+        Trainer(model or cls(), optimizer="sgd")
     message = str(caught.value)
     assert message.startswith("model must not override train_step")
     assert f"Received: {cls.__name__}.train_step. Remove it" in message
@@ -248,6 +248,24 @@ def test_compiled_loss_needs_no_hook():
     message = message_for(ByTheCompiledLoss)
     assert "Remove it, and nothing else" in message
     assert "class" not in message
+
+
+@pytest.mark.parametrize(
+    ("cls", "is_told"),
+    [
+        (Descends, True),
+        (Clips, True),
+        (AsInKerasExamples, False),
+        (AddsPenalties, False),
+        (ByTheCompiledLoss, False),
+    ],
+)
+def test_penalties_that_a_train_step_leaves_out_are_told(cls, is_told):
+    model = network(cls)
+    told = "leaves out what regularizers and add_loss give"
+    assert told not in message_for(cls, model)
+    model.dense.kernel.regularizer = keras.regularizers.L2(0.1)
+    assert (told in message_for(cls, model)) is is_told
 
 
 @pytest.mark.parametrize(
