@@ -218,7 +218,16 @@ REPLACED_BY_A_LOSS = """Remove it, and use {model}Trainer instead of Trainer:
         def compute_loss(self, batch, info):
 {hook}
 
-where the second part of WeightedLoss is what the loss was averaged over."""
+"""
+
+OF_A_MEAN = (
+    "where the second part of WeightedLoss is what the loss was averaged over."
+)
+
+OF_A_SUM = (
+    "where None says that the loss is a sum: it has a value for each example, "
+    "and a tape takes the gradient of their sum."
+)
 
 REPLACED_BY_HOOKS = """Remove it, and let hooks do what it does:
 

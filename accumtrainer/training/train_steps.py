@@ -22,6 +22,9 @@ ALL_TRAINABLE = ("self.trainable_variables", "self.trainable_weights")
 PARTS = ("batch.x", "batch.y", "batch.sample_weight")
 UNPACKING = "unpack_x_y_sample_weight"
 
+# Of the functions in keras.losses, all others return a value per example.
+SCALAR_LOSSES = ("dice", "tversky")
+
 # A hook that is longer is not taken in at a glance.
 MOST_LINES = 15
 
@@ -44,6 +47,7 @@ def refusal_of_train_step(model: Model) -> str:
             remedy = errors.REPLACED_BY_A_LOSS.format(
                 model=name, hook=textwrap.indent("\n".join(hook), " " * 12)
             )
+            remedy += errors.OF_A_SUM if descent.is_sum else errors.OF_A_MEAN
     if step is not None and _leaves_losses_out(model, step):
         remedy += errors.LOSSES_LEFT_OUT
     if overrides(model, "test_step"):
@@ -79,12 +83,26 @@ class _Descent:
     @property
     def is_of_keras(self) -> bool:
         """Whether the loss is that of `Model.compute_loss`, as it is."""
+        return self._computed_by == "self.compute_loss"
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether the loss has a value per example, of which a tape sums."""
+        module, _, function = self._computed_by.rpartition(".")
+        return (
+            module in ("keras.losses", "tf.keras.losses")
+            and function.islower()
+            and function not in SCALAR_LOSSES
+        )
+
+    @property
+    def _computed_by(self) -> str:
+        """The function that the loss comes from as it is, `""` if none."""
         given = [s for s in self.statements if self.loss in _stored_in(s)]
         value = getattr(given[0], "value", None)
-        return len(given) == 1 and (
-            isinstance(value, ast.Call)
-            and ast.unparse(value.func) == "self.compute_loss"
-        )
+        if len(given) > 1 or not isinstance(value, ast.Call):
+            return ""
+        return ast.unparse(value.func)
 
     def as_hook(self) -> list[str]:
         """Write the lines of `compute_loss`, list of str."""
@@ -102,8 +120,10 @@ class _Descent:
             counted = next(iter(_stored_in(parts[0])), counted)
         if is_read:
             lines.insert(0, f"{self.data} = batch.x")
-        count = f"ops.shape({counted})[0]"
-        return [*lines, f"return WeightedLoss({self.loss}, {count})"]
+        loss, count = self.loss, f"ops.shape({counted})[0]"
+        if self.is_sum:
+            loss, count = f"ops.sum({loss})", "None"
+        return [*lines, f"return WeightedLoss({loss}, {count})"]
 
     def _unpacked_into(self, statement: ast.stmt) -> ast.expr | None:
         """Return into what a statement takes the data apart, if it does."""

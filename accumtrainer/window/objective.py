@@ -368,7 +368,8 @@ def _as_losses(result: Any) -> list[WeightedLoss]:
             raise ValueError(
                 "compute_loss must return scalar means. Received: shape "
                 f"{tuple(loss.mean.shape)} for {name!r}. Average it, and "
-                "give what you divided by as the denominator."
+                "give what you divided by as the denominator; or sum it, as "
+                "a tape does that is given such a loss, and give None."
             )
     if len(result) == 1:  # the total says it all
         return [replace(loss, name=None) for loss in result.values()]

@@ -69,6 +69,19 @@ def test_hook_that_returns_the_wrong_structure_is_refused(name, hook, error):
     assert_same_state(before, state_of(model))
 
 
+def test_refusal_of_a_loss_of_several_values_names_mean_and_sum():
+    def compute_loss(self, batch, info):
+        return WeightedLoss(ops.mean(batch.y, axis=-1), None)
+
+    trainer = type("MyTrainer", (Trainer,), {"compute_loss": compute_loss})
+    assert_refused(
+        lambda: trainer(make_model()).fit(X, Y, verbose=0),
+        ValueError,
+        "compute_loss must return scalar means",
+        "give what you divided by as the denominator; or sum it",
+    )
+
+
 @pytest.mark.parametrize(
     "call",
     [

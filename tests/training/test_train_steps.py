@@ -59,6 +59,27 @@ class AsInKerasExamples(Net):
         return {}
 
 
+class DescendsAVector(Net):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            found = self(x, training=True)
+            loss = keras.losses.mean_squared_error(y, found)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": ops.mean(loss)}
+
+
+class DescendsANumberOfKeras(Net):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.losses.dice(y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
 class ByTheCompiledLoss(Net):
     def train_step(self, data):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -182,7 +203,8 @@ def message_for(cls, model=None):
 def shown_trainer(message):
     """Run the class that a message shows."""
     code = message[message.index("    class ") : message.index("\n\nwhere")]
-    names = {"Trainer": Trainer, "WeightedLoss": WeightedLoss, "ops": ops}
+    names = {"Trainer": Trainer, "WeightedLoss": WeightedLoss}
+    names |= {"keras": keras, "ops": ops}
     exec(textwrap.dedent(code), names)
     return next(v for k, v in names.items() if k.endswith("Trainer") and k[7:])
 
@@ -229,7 +251,15 @@ def test_hook_leaves_out_what_a_trainer_does_by_itself():
     assert "Its test_step may go too" in message
 
 
-@pytest.mark.parametrize("cls", [Descends, AsInKerasExamples])
+def test_hook_sums_a_loss_of_keras_that_has_a_value_per_example():
+    message = message_for(DescendsAVector)
+    assert "return WeightedLoss(ops.sum(loss), None)" in message
+    assert "a tape takes the gradient of their sum" in message
+    message = message_for(DescendsANumberOfKeras)
+    assert "return WeightedLoss(loss, ops.shape(x)[0])" in message
+
+
+@pytest.mark.parametrize("cls", [Descends, DescendsAVector, AsInKerasExamples])
 def test_shown_hook_makes_the_updates_of_the_train_step(cls):
     if BACKEND != "tensorflow":
         reason = "these train_steps are TensorFlow's"
@@ -237,7 +267,7 @@ def test_shown_hook_makes_the_updates_of_the_train_step(cls):
         pytest.skip(reason)
     model = network(cls)
     model.compile(keras.optimizers.SGD(0.1), run_eagerly=True)
-    y = X if cls is Descends else None
+    y = None if cls is AsInKerasExamples else X
     model.fit(X, y, batch_size=6, shuffle=False, verbose=0)
     received = trained(shown_trainer(message_for(cls)), network(), y)
     for one, other in zip(received, model.get_weights(), strict=True):
