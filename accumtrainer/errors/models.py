@@ -207,6 +207,14 @@ MODEL_WITH_OWN_TRAIN_STEP = (
     "docs/train_step.md says which part of a train_step goes into which hook."
 )
 
+REPLACED_BY_KERAS = (
+    "Leave it out, as it only hands data on to Keras's own, which honours the "
+    "model's compute_loss; where the class is a library's, in a subclass with "
+    "train_step = keras.Model.train_step. What it does to the data belongs in "
+    "the data pipeline, or in a Trainer's on_micro_batch. A test_step that "
+    "does the same goes the same way."
+)
+
 REPLACED_BY_COMPILED_LOSS = (
     "Remove it, and nothing else: its loss is that of Model.compile or of the "
     "model's compute_loss, which a Trainer takes by itself."
@@ -349,9 +357,12 @@ OTHER_OPTIMIZER = (
 MODEL_WITH_OWN_TRAINING = (
     "model must not override {name}, because inside fit GradientAccumulation "
     "takes its place: several batches make one update, and what {name} does "
-    "with a batch alone would be lost. Received: {model}.{name}. Move the "
-    "loss into the model's compute_loss, which is honoured, or use a Trainer "
-    "and its hooks, as docs/train_step.md shows."
+    "with a batch alone would be lost. Received: {model}.{name}. {remedy}"
+)
+
+MOVED_INTO_COMPUTE_LOSS = (
+    "Move the loss into the model's compute_loss, which is honoured, or use a "
+    "Trainer and its hooks, as docs/train_step.md shows."
 )
 
 OWN_TRAIN_FUNCTION = (

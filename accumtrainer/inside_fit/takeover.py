@@ -8,6 +8,7 @@ from accumtrainer.keras_api import check_feature, keras, overrides
 from accumtrainer.keras_api.types import Model
 from accumtrainer.steps import should_run_eagerly
 from accumtrainer.steps.backend import Backend
+from accumtrainer.training.train_steps import hands_on
 
 
 class Takeover:
@@ -92,9 +93,14 @@ def check_fit(model: Model, backend: Backend) -> None:
     own = {"train_step": model, "make_train_function": type(model)}
     for name, owner in own.items():
         if overrides(owner, name):
+            is_idle = name == "train_step" and hands_on(model)
             raise ValueError(
                 errors.MODEL_WITH_OWN_TRAINING.format(
-                    model=type(model).__name__, name=name
+                    model=type(model).__name__,
+                    name=name,
+                    remedy=errors.REPLACED_BY_KERAS
+                    if is_idle
+                    else errors.MOVED_INTO_COMPUTE_LOSS,
                 )
             )
     if backend.is_distributed(model) or keras.distribution.distribution():

@@ -36,6 +36,10 @@ def refusal_of_train_step(model: Model) -> str:
         model: whose class, or which itself, overrides it.
     """
     name = type(model).__name__
+    if hands_on(model):
+        return errors.MODEL_WITH_OWN_TRAIN_STEP.format(
+            model=name, remedy=errors.REPLACED_BY_KERAS
+        )
     remedy = errors.REPLACED_BY_HOOKS.format(model=name)
     step = _read(model)
     descent = None if step is None else _find_descent(step)
@@ -53,6 +57,37 @@ def refusal_of_train_step(model: Model) -> str:
     if overrides(model, "test_step"):
         remedy += errors.TEST_STEP_TOO
     return errors.MODEL_WITH_OWN_TRAIN_STEP.format(model=name, remedy=remedy)
+
+
+def hands_on(model: Model) -> bool:
+    """Tell whether a `train_step` does no more than hand data on to Keras's.
+
+    It may change them before.
+
+    Args:
+        model: whose class, or which itself, overrides it.
+    """
+    step = _read(model)
+    if step is None or "train_step" in vars(model):
+        return False
+    owner = next(c for c in type(model).__mro__ if "train_step" in vars(c))
+    *before, last = step.body
+    nodes = [node for s in before for node in ast.walk(s)]
+    return (
+        re.match(r"return super\([^()]*\)\.train_step\(", ast.unparse(last))
+        is not None
+        and not any(map(_has_effects, nodes))
+        and not overrides(super(owner, model), "train_step")
+    )
+
+
+def _has_effects(node: ast.AST) -> bool:
+    """Tell whether a node does more than give a value to a variable."""
+    if isinstance(node, ast.Expr):
+        return not isinstance(node.value, ast.Constant)
+    if isinstance(node, ast.Attribute):
+        return isinstance(node.ctx, ast.Store)
+    return isinstance(node, ast.Return)
 
 
 def _read(model: Model) -> ast.FunctionDef | None:

@@ -89,12 +89,23 @@ def subclassed(cls):
     return compiled(cls(x, keras.layers.Dense(3)(x)))
 
 
+class Distills(keras.Model):
+    def train_step(self, *arguments):
+        self.teach(*arguments)
+        return super().train_step(*arguments)
+
+
 @pytest.mark.parametrize(
-    ("cls", "name"),
-    [(OwnStep, "train_step"), (OwnTrainFunction, "make_train_function")],
+    ("cls", "name", "remedy"),
+    [
+        (OwnStep, "train_step", "Leave it out"),
+        (Distills, "train_step", "Move the loss into"),
+        (OwnTrainFunction, "make_train_function", "Move the loss into"),
+    ],
 )
-def test_models_that_train_themselves_are_refused(cls, name):
-    with pytest.raises(ValueError, match=f"must not override {name}"):
+def test_models_that_train_themselves_are_refused(cls, name, remedy):
+    message = rf"must not override {name}.*Received: .*{name}\. {remedy}"
+    with pytest.raises(ValueError, match=message):
         subclassed(cls).fit(X, Y, callbacks=[GradientAccumulation(2)], **ORDER)
 
 

@@ -93,6 +93,37 @@ class ByTheCompiledLoss(Net):
         return {m.name: m.result() for m in self.metrics}
 
 
+class HandsOn(Net):
+    """As detectors of a library: a loss, and a form of data, of its own."""
+
+    def train_step(self, *args):
+        data = args[-1]
+        if isinstance(data, dict):
+            data = data["images"], data["labels"]
+        return super().train_step(*args[:-1], data)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, *args, **kwargs):
+        return ops.mean(ops.square(y_pred - y))
+
+
+class Counts(Net):
+    def train_step(self, *args):
+        self.seen = 1
+        return super().train_step(*args)
+
+
+class HandsOnAtTimes(Net):
+    def train_step(self, *args):
+        if self.built:
+            return {}
+        return super().train_step(*args)
+
+
+class HandsOnToAnother(Counts):
+    def train_step(self, *args):
+        return super().train_step(*args)
+
+
 class Clips(Net):
     def train_step(self, data):
         with tf.GradientTape() as tape:
@@ -190,12 +221,12 @@ class SomeDistance(Net):
     train_step = eval("lambda self, data: {}")  # without a source
 
 
-def message_for(cls, model=None):
+def message_for(cls, model=None, remedy="Remove it"):
     with pytest.raises(ValueError) as caught:
         Trainer(model or cls(), optimizer="sgd")
     message = str(caught.value)
     assert message.startswith("model must not override train_step")
-    assert f"Received: {cls.__name__}.train_step. Remove it" in message
+    assert f"Received: {cls.__name__}.train_step. {remedy}" in message
     assert "docs/train_step.md" in message
     return message
 
@@ -209,11 +240,12 @@ def shown_trainer(message):
     return next(v for k, v in names.items() if k.endswith("Trainer") and k[7:])
 
 
-def trained(cls, model, y):
+def trained(cls, model, y, **options):
     trainer = cls(
         model,
         optimizer=keras.optimizers.SGD(0.1),
         accumulation=Accumulation(micro_batch_size=3),
+        **options,
     )
     trainer.fit(X, y, batch_size=6, shuffle=False, verbose=0)
     return trainer.model.get_weights()
@@ -280,6 +312,21 @@ def test_compiled_loss_needs_no_hook():
     assert "class" not in message
 
 
+def test_step_that_hands_data_on_to_that_of_keras_can_be_left_out():
+    message = message_for(HandsOn, remedy="Leave it out, as it only hands")
+    assert "(Trainer)" not in message
+    told = "train_step = keras.Model.train_step"
+    assert told in message
+    names = {"keras": keras, "HandsOn": HandsOn}
+    exec(f"class LeftOut(HandsOn):\n    {told}", names)
+    original, model = network(HandsOn), network(names["LeftOut"])
+    original.compile(keras.optimizers.SGD(0.1))
+    original.fit(X, X, batch_size=6, shuffle=False, verbose=0)
+    received = trained(Trainer, model, X, denominator="samples")
+    for one, other in zip(received, original.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("cls", "is_told"),
     [
@@ -304,6 +351,9 @@ def test_penalties_that_a_train_step_leaves_out_are_told(cls, is_told):
         AddsPenalties,
         Branches,
         Clips,
+        Counts,
+        HandsOnAtTimes,
+        HandsOnToAnother,
         KeepsAnAverage,
         OfJax,
         SomeDistance,
