@@ -19,7 +19,10 @@ from accumtrainer.window.objective import metric_variables
 
 
 def evaluates_itself(hooks: Hooks) -> bool:
-    """Whether a model evaluates itself, and no Trainer in its place."""
+    """Whether a model evaluates itself, and no Trainer in its place.
+
+    A `compute_loss` of the Trainer's own is what it evaluates by, too.
+    """
     steps = ("test_step", "make_test_function")
     own = any(overrides(hooks.model, step) for step in steps)
     return own and not hooks.overrides("compute_loss")

@@ -1,5 +1,7 @@
 """Claims about models whose classes override what Keras calls."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from quickest import JIT_COMPILE
@@ -263,6 +265,18 @@ def test_evaluation_is_that_of_the_model_s_own_step(is_trained, return_dict):
         assert list(received) == list(expected) == ["twice_loss", "twice_mae"]
         received, expected = received.values(), expected.values()
     np.testing.assert_allclose(list(received), list(expected), rtol=1e-6)
+
+
+def test_trainer_s_own_compute_loss_evaluates_too():
+    class Tripled(Trainer):
+        def compute_loss(self, batch, info):
+            loss = super().compute_loss(batch, info)
+            return dataclasses.replace(loss, mean=3 * loss.mean)
+
+    model = make(Judged)
+    received = Tripled(model, "adam", "mse").evaluate(X, Y, verbose=0)
+    expected = model.evaluate(X, Y, verbose=0, return_dict=True)
+    assert received == pytest.approx(1.5 * expected["twice_loss"], rel=1e-5)
 
 
 def test_validation_is_that_of_the_model_s_own_step():
