@@ -118,7 +118,11 @@ class _Descent:
     @property
     def is_of_keras(self) -> bool:
         """Whether the loss is that of `Model.compute_loss`, as it is."""
-        return self._computed_by == "self.compute_loss"
+        call = self._call
+        if call is None or self._computed_by != "self.compute_loss":
+            return False
+        # One of the model's own may take something else.
+        return len(call.args) > 2 or "y_pred" in {k.arg for k in call.keywords}
 
     @property
     def is_sum(self) -> bool:
@@ -133,11 +137,15 @@ class _Descent:
     @property
     def _computed_by(self) -> str:
         """The function that the loss comes from as it is, `""` if none."""
+        return "" if self._call is None else ast.unparse(self._call.func)
+
+    @property
+    def _call(self) -> ast.Call | None:
         given = [s for s in self.statements if self.loss in _stored_in(s)]
         value = getattr(given[0], "value", None)
-        if len(given) > 1 or not isinstance(value, ast.Call):
-            return ""
-        return ast.unparse(value.func)
+        return (
+            value if len(given) == 1 and isinstance(value, ast.Call) else None
+        )
 
     def as_hook(self) -> list[str]:
         """Write the lines of `compute_loss`, list of str."""
@@ -202,6 +210,8 @@ def _find_descent(step: ast.FunctionDef) -> _Descent | None:
     has_branches = any(
         isinstance(node, branches) for s in statements for node in ast.walk(s)
     )
+    calls_of_metrics = [*before, *tapes[0].body, *after]
+    statements += [s for s in calls_of_metrics if _updates(s, loss.id)]
     is_known = any(loss.id in _stored_in(s) for s in statements)
     names_losses = any("self.losses" in ast.unparse(s) for s in statements)
     if has_branches or names_losses or not is_known:
@@ -273,6 +283,19 @@ def _is_idle(statement: ast.stmt) -> bool:
         isinstance(value, ast.Constant)
         or (isinstance(value, ast.Call) and _name(value) == "update_state")
     )
+
+
+def _updates(statement: ast.stmt, loss: str) -> bool:
+    """Tell whether a statement updates metrics by more than the loss."""
+    if isinstance(statement, ast.For):
+        return _is_expected(statement) and "update_state" in ast.unparse(
+            statement
+        )
+    value = getattr(statement, "value", None)
+    if not isinstance(statement, ast.Expr) or not isinstance(value, ast.Call):
+        return False
+    given = [ast.unparse(argument) for argument in value.args]
+    return _name(value) == "update_state" and given != [loss]
 
 
 def _name(call: ast.Call) -> str:

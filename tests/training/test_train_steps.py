@@ -93,6 +93,60 @@ class ByTheCompiledLoss(Net):
         return {m.name: m.result() for m in self.metrics}
 
 
+class ByALossOfTwoParts(Net):
+    """Has a `compute_loss` that takes other arguments than Keras's."""
+
+    def compute_loss(self, one, other):
+        return ops.mean(ops.square(one - other))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(self(x, training=True), y)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+class KeepsAMetric(Net):
+    """As in Keras's guide: a metric of its own, and those of `compile`."""
+
+    def __init__(self):
+        super().__init__()
+        self.error = keras.metrics.MeanAbsoluteError(name="error")
+
+    @property
+    def metrics(self):
+        return [*super().metrics, self.error]
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            found = self(x, training=True)
+            loss = ops.mean(ops.square(found - y))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self.loss_tracker.update_state(loss)
+        self.error.update_state(y, found)
+        return {m.name: m.result() for m in self.metrics}
+
+
+class LoopsOverMetrics(KeepsAMetric):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            found = self(x, training=True)
+            loss = ops.mean(ops.square(found - y))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, found)
+        return {m.name: m.result() for m in self.metrics}
+
+
 class HandsOn(Net):
     """As detectors of a library: a loss, and a form of data, of its own."""
 
@@ -304,6 +358,31 @@ def test_shown_hook_makes_the_updates_of_the_train_step(cls):
     received = trained(shown_trainer(message_for(cls)), network(), y)
     for one, other in zip(received, model.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("cls", [KeepsAMetric, LoopsOverMetrics])
+def test_shown_hook_updates_the_metrics_of_the_train_step(cls):
+    shown = shown_trainer(message_for(cls))
+    steps = {"train_step": keras.Model.train_step}
+    model = network(type("LeftOut", (cls,), steps))
+    trainer = shown(
+        model,
+        optimizer=keras.optimizers.SGD(0.0),
+        loss="mse",
+        metrics=["mse"],
+        accumulation=Accumulation(micro_batch_size=4),
+    )
+    history = trainer.fit(X, X, batch_size=12, verbose=0).history
+    error = ops.convert_to_numpy(model(X)) - X
+    np.testing.assert_allclose(history["error"], [np.mean(np.abs(error))], 1e-5)
+    if cls is LoopsOverMetrics:
+        np.testing.assert_allclose(history["mse"], [np.mean(error**2)], 1e-5)
+
+
+def test_loss_of_other_arguments_needs_a_hook():
+    assert "self.model.compute_loss(self.model(" in message_for(
+        ByALossOfTwoParts
+    )
 
 
 def test_compiled_loss_needs_no_hook():
