@@ -3,6 +3,7 @@
 import pytest
 from pointed import fit
 
+from accumtrainer.callbacks import Checkpoint
 from accumtrainer.callbacks.background import Background
 from accumtrainer.callbacks.tracker import Tracker
 
@@ -37,13 +38,14 @@ class Notes(Tracker):
             raise OSError("no answer")
 
 
-def test_training_after_a_resumed_one_that_failed_to_end_is_another_run():
-    notes = Notes()
-    fit(notes)
-    notes.set_state(notes.get_state())
+def test_training_after_a_resumed_one_that_failed_to_end_is_another_run(
+    tmp_path,
+):
+    notes, checkpoint = Notes(), Checkpoint(tmp_path)
+    fit(notes, checkpoint)
     notes.fails = True
     with pytest.raises(OSError, match="no answer"):
-        fit(notes)
+        fit(notes, checkpoint, epochs=2, resume_from="auto")
     notes.fails = False
     fit(notes)
     assert notes.begun == [None, "first", None]
