@@ -90,9 +90,19 @@ class GradientAccumulation(Callback):
         self._is_training = False
         self._thread = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What it has compiled is for this model, and the next `fit` makes it.
+        return super().__getstate__() | {
+            "_accumulator": None,
+            "_is_training": False,
+        }
+
     @property
     def progress(self) -> Any:
-        """A copy of the counters of the model's training by this callback."""
+        """A copy of the counters of the model's training by this callback.
+
+        A copy of the callback, or one that was pickled, begins at zero.
+        """
         if self._accumulator is None:
             return Progress()
         return self._accumulator.progress

@@ -65,6 +65,13 @@ class Tracker(WarningLogger):
         self._background: Background | None = None
         self._outer_error: BaseException | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy follows no Trainer yet, and so begins a run of its own.
+        return super().__getstate__() | {
+            "_followed": None,
+            "_outer_error": None,
+        }
+
     # What a subclass fills in.
 
     @abc.abstractmethod
@@ -102,7 +109,7 @@ class Tracker(WarningLogger):
         # put back.
         is_behind = self.trainer.progress.updates < self._last_updates
         followed = self._followed
-        is_another = followed is not None and followed() is not self.trainer
+        is_another = followed is None or followed() is not self.trainer
         resumes = self._is_resumed and self.params.get("resumes")
         if (is_behind or is_another) and not resumes:
             self.forget_run()

@@ -88,6 +88,9 @@ class TrainingPlot(WarningLogger):
         self._trainer_drawn = None
         self._next_drawing = math.inf
 
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_trainer_drawn": None}
+
     def open(self) -> None:
         """Check what drawing needs, before time is spent on training."""
         self._check_format()

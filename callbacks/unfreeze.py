@@ -57,6 +57,9 @@ class Unfreeze(Callback):
         self._is_done = False
         self._trained_by: Any = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_trained_by": None}
+
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if self._trained_by is not self.trainer:  # it may serve several
             self._trained_by, self._is_done = self.trainer, False

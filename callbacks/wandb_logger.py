@@ -154,6 +154,9 @@ class WandbLogger(Tracker):
         self._sent_plan: str | None = None
         self._wandb: Any = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_wandb": None}
+
     @property
     def run(self) -> Any:
         """The `wandb.Run`; `None` before W&B has answered."""

@@ -107,6 +107,14 @@ class Callback(keras.callbacks.Callback):
         is_trial = (self.params or {}).get("fast_dev_run", False)
         return not is_trial and getattr(self.trainer, "is_chief", True)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle has: all but the Trainer.
+
+        Like the model, it is set again when a training begins; unlike it, it
+        holds what has been compiled, which cannot be copied.
+        """
+        return vars(self) | {"trainer": None}
+
     def set_trainer(self, trainer: Any) -> None:
         """Tell the callback which Trainer it watches."""
         self.trainer = trainer

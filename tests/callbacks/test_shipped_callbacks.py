@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from copied import in_every_way
 from faulty import Fail
 from logged_points import make_mlflow_logger, make_trackio_logger
 from quickest import JIT_COMPILE
@@ -241,6 +242,18 @@ def test_callback_serves_a_second_training_and_can_be_closed_twice(
     assert not before or after != before
     callback.on_train_end({})
     assert files_in(tmp_path) == after
+
+
+@in_every_way
+@each(with_trainer=True)
+def test_callback_that_has_trained_trains_on_beside_its_copy(
+    name, copied, trainer, tmp_path
+):
+    callback = SHIPPED[name].make(tmp_path)
+    train(trainer, callback)
+    train(trainer, copied(callback))
+    train(trainer, callback)
+    assert trainer.progress.updates == 18
 
 
 @each(with_trainer=True)

@@ -1,6 +1,7 @@
 """Claims about what all trackers share, of one that tracks nothing."""
 
 import pytest
+from copied import in_every_way
 from pointed import fit
 
 from accumtrainer.callbacks import Checkpoint
@@ -49,3 +50,15 @@ def test_training_after_a_resumed_one_that_failed_to_end_is_another_run(
     notes.fails = False
     fit(notes)
     assert notes.begun == [None, "first", None]
+
+
+@in_every_way
+def test_copy_begins_a_run_of_its_own(copied):
+    notes = Notes()
+    trainer = fit(notes)
+    another = copied(notes)
+    another.begun = []
+    fit(another, trainer=trainer)
+    fit(another, notes, trainer=trainer)
+    assert another.begun == [None, "first"]
+    assert notes.begun == [None, "first"]

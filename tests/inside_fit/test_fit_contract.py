@@ -13,9 +13,10 @@ from accumulating import (
     make_trainer,
     mlp,
 )
+from copied import in_every_way
 from keras_core_gaps import keras_3_only
 
-from accumtrainer import Accumulation, LossScale
+from accumtrainer import Accumulation, LossScale, Progress
 from accumtrainer.callbacks.gradient_accumulation import GradientAccumulation
 from accumtrainer.keras_api import BACKEND, keras
 
@@ -36,6 +37,22 @@ def test_nothing_is_compiled_again_by_the_next_fit(monkeypatch):
     traced = note_traces(model, monkeypatch)
     model.fit(X, Y, callbacks=[callback], **ORDER)
     assert not traced
+
+
+@in_every_way
+def test_copy_counts_anew_and_the_original_goes_on(copied, monkeypatch):
+    model, callback = mlp(), GradientAccumulation(3)
+    model.fit(X, Y, callbacks=[callback], **ORDER)
+    another, duplicate = mlp(), copied(callback)
+    assert duplicate.progress == Progress()
+    another.fit(X, Y, callbacks=[duplicate], **ORDER)
+    assert_same_weights(another, model)
+    updates = duplicate.progress.updates
+    assert callback.progress.updates == updates
+    traced = note_traces(model, monkeypatch)
+    model.fit(X, Y, callbacks=[callback], **ORDER)
+    assert not traced
+    assert callback.progress.updates == 2 * updates
 
 
 def note_traces(model, monkeypatch):
