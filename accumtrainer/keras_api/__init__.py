@@ -105,6 +105,7 @@ __all__ = [
     "strategy_of",
     "take_initial_epoch",
     "tree",
+    "untold_results",
 ]
 
 
@@ -333,6 +334,19 @@ def read_metrics(model: Model, leaving_out: list[Metric]) -> dict[str, Any]:
 def reads_metrics_itself(model: Model) -> bool:
     """Whether a model has a `get_metrics_result` that is asked."""
     return KERAS_NAME == "keras" and overrides(model, "get_metrics_result")
+
+
+def untold_results(model: Model, returned: dict[str, Any]) -> set[str]:
+    """Name the results that a model's `compute_metrics` does not return.
+
+    Keras logs what that returns; Keras Core in the end all there are.
+
+    Args:
+        returned: what it has returned.
+    """
+    if KERAS_NAME == "keras_core":
+        return set()
+    return read_metrics(model, leaving_out=[]).keys() - returned.keys()
 
 
 def compiled_arguments(model: Model) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What validation and prediction compute, told once for every backend."""
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from typing import Any, NamedTuple
 
 from accumtrainer.data.batches import Batch, kind_of
@@ -30,11 +30,13 @@ class _OfKind(NamedTuple):
         losses: of which only kind, coefficient and name count.
         running: of an evaluation.
         idle_metrics: the model's metrics that these batches leave alone.
+        untold: names of results that the model leaves out of its logs.
     """
 
     losses: list[WeightedLoss]
     running: RunningSums
     idle_metrics: list[Metric]
+    untold: Collection[str]
 
 
 class EvaluationProgram:
@@ -89,17 +91,18 @@ class EvaluationProgram:
 
     def _look_at(self, batch: Batch) -> _OfKind:
         book, known = context_of(self._hooks).log_book, self._parts.variables
-        losses: list[WeightedLoss] = []
+        seen: dict[str, Any] = {}
 
         def survey(batch: Batch) -> Tensor:
             with collect_logs(self._hooks):
                 measured = self._objective.measure(batch, self._info())
-            losses[:] = measured.losses
+            seen.update(losses=measured.losses, untold=measured.untold)
             return measured.total()
 
         with book.surveying() as reductions, Scratch(known) as scope:
             self._parts.backend.trace(survey, batch)
             idle = idle_metrics(self._model, scope)
+        losses = seen["losses"]
         check_log_names(self._parts, losses, idle, reductions, batch)
         self._capture(scope)
         running = RunningSums(
@@ -107,7 +110,7 @@ class EvaluationProgram:
             reductions=reductions,
             name="evaluation",
         )
-        return _OfKind(losses, running, idle)
+        return _OfKind(losses, running, idle, seen["untold"])
 
     def build_model(self, batch: Batch) -> None:
         """Create the variables of a model that has none yet."""
@@ -192,7 +195,9 @@ class EvaluationProgram:
             for metric in last.idle_metrics
             if all(metric in known.idle_metrics for known in others)
         ]
-        found = results(self._model, losses, total, means, idle)
+        found = results(
+            self._model, losses, total, means, idle, untold=last.untold
+        )
         return found | last.running.values(known.running for known in others)
 
     def _info(self) -> Info:

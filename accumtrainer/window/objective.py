@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from accumtrainer.keras_api import (
     ops,
     read_metrics,
     reads_metrics_itself,
+    untold_results,
 )
 from accumtrainer.keras_api.types import Metric, Model, Nest, Tensor, Variable
 from accumtrainer.window.added_losses import AddedLosses
@@ -40,12 +41,15 @@ class Measured:
         regularization: scalar tensor, float32, counted once per window.
         samples: scalar tensor, float32.
         outputs: nest of tensors that metrics are given, or `None`.
+        untold: names of results that the model leaves out of its logs; noted
+            where the losses are being found out.
     """
 
     losses: list[WeightedLoss]
     regularization: Any
     samples: Any
     outputs: Nest = None
+    untold: Collection[str] = ()
 
     @property
     def weight(self) -> Tensor:
@@ -123,8 +127,9 @@ class Objective:
                 raise ValueError(errors.NO_LOSS)
             losses += self._weigh_added(added, batch, samples)
         outputs = outputs if self._has_metrics else None
+        untold: Collection[str] = ()
         if updates_metrics:
-            self.update_metrics(batch, outputs)
+            untold = self.update_metrics(batch, outputs)
         if regularization is None:
             regularization = ops.zeros((), dtype="float32")
         return Measured(
@@ -132,6 +137,7 @@ class Objective:
             regularization=regularization,
             samples=samples,
             outputs=outputs,
+            untold=untold,
         )
 
     def forget(self) -> None:
@@ -158,15 +164,21 @@ class Objective:
             for part, shapes in zip(self._parts, once, strict=True):
                 part.learn(shapes)
 
-    def update_metrics(self, batch: Batch, outputs: Nest) -> None:
-        """Have the model's metrics judge outputs, if there are any."""
+    def update_metrics(self, batch: Batch, outputs: Nest) -> Collection[str]:
+        """Have the model's metrics judge outputs, if there are any.
+
+        Returns:
+            `Measured.untold`.
+        """
         if outputs is None:
-            return
+            return ()
         returned = self._model.compute_metrics(
             batch.x, batch.y, outputs, sample_weight=batch.sample_weight
         )
-        if self.expected is None and isinstance(returned, dict):
-            _warn_of_unread(self._model, returned)
+        if self.expected is not None or not isinstance(returned, dict):
+            return ()
+        _warn_of_unread(self._model, returned)
+        return untold_results(self._model, returned)
 
     def check(self, losses: list[WeightedLoss]) -> None:
         """Refuse losses other than what windows were made to add up.
@@ -414,6 +426,8 @@ def results(
     total: Tensor,
     means: Tensor,
     idle: list[Metric],
+    *,
+    untold: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """Read losses and metrics as they are logged: by name, as in Keras.
 
@@ -427,6 +441,7 @@ def results(
         total: scalar, float32, the loss.
         means: `(n,)`, float32, the values of the losses.
         idle: list of metrics, see `idle_metrics`.
+        untold: names to leave out, see `Measured`.
 
     Returns:
         Dict from name to tensor, those of a nested one beside the others.
@@ -449,7 +464,7 @@ def results(
         while name in found:
             name += "_loss"
         found[name] = value
-    return _in_order(found)
+    return _in_order({k: v for k, v in found.items() if k not in untold})
 
 
 def _show(metrics: list[Metric], values: dict[str, Tensor]) -> list[Metric]:

@@ -37,6 +37,7 @@ class Survey:
         operations: the names of those in the model's computation.
         losses: of which only kind, coefficient and name count.
         idle_metrics: the model's metrics that a pass leaves alone.
+        untold: names of results that the model leaves out of its logs.
         reductions: from what hooks log to how it is reduced.
         written: the variables that a window may write before it is applied or
             skipped, those that are tracked aside. Of the metrics' all but
@@ -53,6 +54,7 @@ class Survey:
     operations: set[str]
     losses: list[WeightedLoss]
     idle_metrics: list[Any]
+    untold: Collection[str]
     reductions: dict[str, str]
     written: list[Variable]
     moved: list[Variable]
@@ -150,6 +152,7 @@ def take_survey(parts: WindowParts, passes: Passes, batch: Batch) -> Survey:
         check_gradients("on_apply", zeros, gradients)
         hooks.after_apply(info)
         seen["losses"] = measured.losses
+        seen["untold"] = measured.untold
         seen["embedding_dtypes"] = passes.dtypes_of_embeddings(changed)
         return measured.total()
 

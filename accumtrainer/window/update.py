@@ -353,7 +353,14 @@ class Update:
         )
         model = self._parts.model
         with self._backend.replicas.holding(metric_variables(model)):
-            found = results(model, losses, loss, means, survey.idle_metrics)
+            found = results(
+                model,
+                losses,
+                loss,
+                means,
+                survey.idle_metrics,
+                untold=survey.untold,
+            )
         return found | epoch.values(other for _, other in others)
 
     def running_logs_with(self, micro_batches: Tensor) -> dict[str, Tensor]:

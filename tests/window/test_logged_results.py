@@ -111,6 +111,68 @@ def test_values_that_get_metrics_result_returns_are_logged(is_inside):
         np.testing.assert_allclose(history[f"{name}twice"], expected, rtol=1e-6)
 
 
+class Popping(keras.Model):
+    """Judges what it predicts in evaluation alone, and then tells no `mae`."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.error = keras.metrics.MeanAbsoluteError(name="mae")
+        self.top = keras.metrics.Mean(name="top")
+
+    def call(self, x, training=False):
+        outputs = super().call(x)
+        return (outputs, None if training else 2.0 * outputs)
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        return ops.mean(ops.square(y_pred[0] - y))
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        outputs, judged = y_pred
+        self.error.update_state(y, outputs)
+        if judged is not None:
+            self.top.update_state(judged)
+        results = super().compute_metrics(x, y, outputs, sample_weight)
+        results.pop("top" if judged is None else "mae")
+        return results
+
+
+def compiled_popping():
+    model = make_model()
+    model = Popping(model.inputs[0], model.outputs[0])
+    model.compile(keras.optimizers.SGD(0.01), jit_compile=False)
+    return model
+
+
+@keras_3_only("logs in the end all metrics that a model has")
+@pytest.mark.parametrize("is_inside", [False, True], ids=["trainer", "fit"])
+def test_result_that_compute_metrics_leaves_out_is_in_no_logs(is_inside):
+    options = {"validation_data": (X, Y), "verbose": 0, "shuffle": False}
+    theirs = compiled_popping()
+    expected = theirs.fit(X, Y, batch_size=4, **options).history
+    assert "top" not in expected and "val_mae" not in expected
+    model = compiled_popping()
+    if is_inside:
+        callbacks = [GradientAccumulation(2, denominator="samples")]
+        history = model.fit(X, Y, 2, callbacks=callbacks, **options).history
+        assert list(history) == list(expected)
+    else:
+        trainer = Trainer(
+            model, denominator="samples", accumulation=TWO, **QUICKEST
+        )
+        history = trainer.fit(X, Y, batch_size=4, **options).history
+        for run in ("evaluate", "train_on_batch"):
+            one, other = (
+                getattr(m, run)(X, Y, return_dict=True)
+                for m in (trainer, theirs)
+            )
+            assert one.keys() == other.keys()
+        assert len(trainer.evaluate(X, Y, verbose=0)) == 2
+    named = {k: v for k, v in history.items() if not is_of_windows(k)}
+    assert named.keys() - {"updates", "skipped_updates"} == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-4)
+
+
 class DerivingFromLoss(keras.Model):
     def get_metrics_result(self):
         loss = super().get_metrics_result()["loss"]
