@@ -26,8 +26,10 @@ def check_bare_losses(
     """Refuse bare scalars where micro-batches must be weighed.
 
     Where the user has stated what they were averaged over, a trial that shows
-    otherwise is a warning. Activity regularizers are refused where a trial
-    shows that they do not add up over samples.
+    otherwise is a warning. So is it where nobody has, if layers have added all
+    of them and none depends on data: any denominator is right. Activity
+    regularizers are refused where a trial shows that they do not add up over
+    samples.
 
     Args:
         parts: whose windows are weighed.
@@ -45,10 +47,14 @@ def check_bare_losses(
         return
     trials = find_trials()
     stated = context_of(parts.hooks).denominator
-    verdicts = {
-        losses[i].origin: trials[i].verdict if trials else "unknown"
-        for i in bare
-    }
+    verdicts: dict[str, str] = {}
+    for i in bare:
+        origin, verdict = losses[i].origin, "unknown"
+        if trials:
+            verdict = trials[i].verdict
+        # A layer may add several: the worst is what is said of it.
+        known = verdicts.get(origin, verdict)
+        verdicts[origin] = max(known, verdict, key=_gravity)
     if not callable(stated):
         verdicts = {o: _verdict(o, shown) for o, shown in verdicts.items()}
     for origin in [o for o in verdicts if o.startswith(ASSUMED)]:
@@ -76,6 +82,19 @@ def check_bare_losses(
                     stacklevel=2,
                 )
         return
+    if all(
+        origin.startswith(ADDED) and verdict == "constant"
+        for origin, verdict in verdicts.items()
+    ):
+        warnings.warn(
+            errors.CONSTANT_LOSS.format(
+                origins=" and ".join(verdicts),
+                shown=_shown(verdicts),
+                owner=owner,
+            ),
+            stacklevel=2,
+        )
+        return
     raise ValueError(
         errors.BARE_LOSS.format(
             origins=" and ".join(verdicts),
@@ -85,12 +104,12 @@ def check_bare_losses(
     )
 
 
-def _verdict(origin: str, shown: str) -> str:
-    """Say what is known of a loss, where a trial for samples missed it."""
-    if origin.endswith(errors.PAIRED):
-        return "couples"
-    is_missed = origin.endswith(errors.DEPENDENT) and shown in FINE
-    return "mixes" if is_missed else shown
+    stated = context_of(parts.hooks).denominator
+def _gravity(verdict: str) -> int:
+    """Say how little goes with a verdict, 0 where any denominator does."""
+    return FINE.index(verdict) if verdict in FINE else len(FINE)
+    if not callable(stated):
+        verdicts = {o: _verdict(o, shown) for o, shown in verdicts.items()}
 
 
 def _combine(owner: str) -> str:
@@ -117,8 +136,11 @@ def _shown(verdicts: Mapping[str, str]) -> str:
     return f"A trial with some of the data shows that {', and '.join(shown)}. "
 
 
-FINE = ("right", "constant", "unknown")
-"""Verdicts that contradict nobody."""
+FINE = ("constant", "right", "unknown")
+"""Verdicts that contradict nobody, the best first."""
+
+ADDED = "add_loss"
+"""How the origin of a loss begins that a layer has added."""
 
 COUPLES = "it couples examples"
 NO_SUM = "it is no sum over samples"
@@ -152,7 +174,7 @@ REMEDIES = {
     "couples": (_WINDOW,),
     "mixes": (f"in the first case {_WINDOW}", f"in the second {_FUNCTION}"),
     "unknown": (
-        f"{_SAMPLES} if it is a mean over samples",
+        f"{_SAMPLES} if it is a mean over samples, or a penalty on weights",
         f"{_FUNCTION} if it is one over something else",
         f"{_WINDOW}, if it couples examples, as a contrastive loss does",
     ),
@@ -163,7 +185,7 @@ _ADDED = "leave it out, by a coefficient of 0 if its layer has one"
 """In place of `_WINDOW`, which does not see what layers add."""
 
 SUMS = {
-    "add_loss": "give add_loss one value per example, which it adds up",
+    ADDED: "give add_loss one value per example, which it adds up",
     "the loss": (
         "make it a keras.losses.Loss of one value per example, with "
         "reduction='sum'"
@@ -193,7 +215,7 @@ def _remedies(verdicts: Mapping[str, str], owner: str) -> str:
             begun = next(start for start in SUMS if origin.startswith(start))
             remedies.append(SUMS[begun])
         elif verdict != "right" or len(kinds) == 1:
-            is_added = origin.startswith("add_loss")
+            is_added = origin.startswith(ADDED)
             remedies += [
                 remedy.replace(_WINDOW, _ADDED) if is_added else remedy
                 for remedy in REMEDIES[verdict]

@@ -58,6 +58,12 @@ def join(groups: Sequence[Batch]) -> Batch:
     return map_leaves(lambda *leaves: np.concatenate(leaves), *groups)
 
 
+def are_alike(groups: Sequence[Batch]) -> bool:
+    """Whether what a model is given is the same in all groups."""
+    first, *others = (tree.flatten(group.x) for group in groups)
+    return all(map(np.array_equal, first * len(others), sum(others, [])))
+
+
 def size_of(batch: Batch) -> int:
     """Count the rows of a batch."""
     leaves = [leaf for leaf in tree.flatten(batch) if leaf is not None]

@@ -23,6 +23,7 @@ import numpy as np
 
 from accumtrainer.data.batches import Batch, Window, map_leaves
 from accumtrainer.diagnosis.groups import (
+    are_alike,
     groups_of,
     join,
     numbers_of,
@@ -287,6 +288,13 @@ class _Runner:
             judge_loss(_at(here, i), _at(elsewhere, i), is_sum, kind)
             for i, is_sum in enumerate(traced.is_sum)
         ]
+        if are_alike(groups):  # what depends on data does not show it
+            trials = [
+                replace(trial, verdict="unknown")
+                if trial.verdict == "constant"
+                else trial
+                for trial in trials
+            ]
         return [
             replace(trial, origin=origin, rows=self._rows)
             for trial, origin in zip(trials, origins, strict=True)

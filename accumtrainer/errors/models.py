@@ -134,6 +134,13 @@ PAIRING_OUTPUTS = "the loss {loss!r}" + PAIRED
 COUPLING_LOSS = "the loss {loss!r}" + DEPENDENT
 """What is told of two kinds of losses, and how that ends."""
 
+CONSTANT_LOSS = (
+    "A loss should say what it was averaged over where an update has several "
+    "micro-batches. Received: a bare scalar from {origins}. {shown}So it is "
+    "taken for a mean over samples, and counts once per update. Say "
+    "{owner}(denominator='samples') to state that."
+)
+
 WRONG_DENOMINATOR = (
     "{stated} must be what a bare scalar was averaged over. Received: one from "
     "{origin}, which {shown}, as a trial with some of the data shows: updates "

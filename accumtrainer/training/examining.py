@@ -55,7 +55,7 @@ class Examiner:
         Args:
             losses: those of the window.
             make_window: returns it as it is cut.
-            warns: whether to warn.
+            warns: whether to warn of what the user has stated.
             owner: what users give arguments to.
         """
         is_known = any(known is losses for known in self._known_losses)

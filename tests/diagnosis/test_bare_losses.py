@@ -219,13 +219,6 @@ def test_mean_over_samples_is_named_and_samples_are_proposed(name):
         assert "compute_loss" not in message
 
 
-def test_penalty_on_weights_is_told_from_losses_of_data():
-    message = refusal(make_model(Variational(name="layer")))
-    assert "from add_loss of layer (Variational)." in message
-    assert "it is the same whatever the data" in message
-    assert "Say Trainer(denominator='samples'); or choose" in message
-
-
 def test_penalty_on_weights_goes_with_what_is_said_of_other_losses():
     message = refusal(make_model(Variational()), of_some)
     assert "is a mean over something else, such as tokens" in message
