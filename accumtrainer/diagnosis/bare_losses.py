@@ -5,7 +5,7 @@ said of it is found out by a trial, so that no remedy is named that is wrong.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from accumtrainer import errors
@@ -47,14 +47,10 @@ def check_bare_losses(
         return
     trials = find_trials()
     stated = context_of(parts.hooks).denominator
-    verdicts: dict[str, str] = {}
-    for i in bare:
-        origin, verdict = losses[i].origin, "unknown"
-        if trials:
-            verdict = trials[i].verdict
-        # A layer may add several: the worst is what is said of it.
-        known = verdicts.get(origin, verdict)
-        verdicts[origin] = max(known, verdict, key=_gravity)
+    verdicts = _worst_verdicts(
+        (losses[i].origin, trials[i].verdict if trials else "unknown")
+        for i in bare
+    )
     if not callable(stated):
         verdicts = {o: _verdict(o, shown) for o, shown in verdicts.items()}
     for origin in [o for o in verdicts if o.startswith(ASSUMED)]:
@@ -67,49 +63,84 @@ def check_bare_losses(
                     combine=_combine(owner),
                 )
             )
-    if not verdicts:
-        return
     if stated is not None:
-        for origin, verdict in verdicts.items():
-            if verdict not in FINE:
-                warnings.warn(
-                    errors.WRONG_DENOMINATOR.format(
-                        stated=_stated(stated),
-                        origin=origin,
-                        shown=SHOWN[verdict],
-                        remedy=_remedies({origin: verdict}, owner),
-                    ),
-                    stacklevel=2,
-                )
-        return
-    if all(
-        origin.startswith(ADDED) and verdict == "constant"
-        for origin, verdict in verdicts.items()
-    ):
+        _warn_where_wrong(stated, verdicts, owner)
+    elif not all(_is_settled(o, verdict) for o, verdict in verdicts.items()):
+        raise ValueError(
+            errors.BARE_LOSS.format(
+                origins=" and ".join(verdicts),
+                shown=_shown(verdicts),
+                remedy=_remedies(verdicts, owner),
+            )
+        )
+    else:
+        _warn_of_penalties(
+            {o: v for o, v in verdicts.items() if o.startswith(ADDED)}, owner
+        )
+
+
+def _worst_verdicts(known: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Keep the worst of what is known by origin: a layer may add several."""
+    worst: dict[str, str] = {}
+    for origin, verdict in known:
+        before = worst.get(origin, verdict)
+        worst[origin] = max(before, verdict, key=_gravity)
+    return worst
+
+
+def _is_settled(origin: str, verdict: str) -> bool:
+    """Whether a loss can be weighed by samples though nobody has said so.
+
+    Any denominator is right for a penalty, which depends on no data, and of
+    Keras's own losses only rows of no axis leave open what they average over.
+    """
+    is_penalty = origin.startswith(ADDED) and verdict == "constant"
+    return is_penalty or (
+        origin.endswith(errors.ROWLESS) and verdict == "right"
+    )
+
+
+def _warn_where_wrong(
+    stated: Any, verdicts: Mapping[str, str], owner: str
+) -> None:
+    """Warn of losses that were averaged over something else than stated."""
+    for origin, verdict in verdicts.items():
+        if verdict not in FINE:
+            warnings.warn(
+                errors.WRONG_DENOMINATOR.format(
+                    stated=_stated(stated),
+                    origin=origin,
+                    shown=SHOWN[verdict],
+                    remedy=_remedies({origin: verdict}, owner),
+                ),
+                stacklevel=3,
+            )
+
+
+def _warn_of_penalties(verdicts: Mapping[str, str], owner: str) -> None:
+    """Warn of what is taken for penalties, if there are any."""
+    if verdicts:
         warnings.warn(
             errors.CONSTANT_LOSS.format(
                 origins=" and ".join(verdicts),
                 shown=_shown(verdicts),
                 owner=owner,
             ),
-            stacklevel=2,
+            stacklevel=3,
         )
-        return
-    raise ValueError(
-        errors.BARE_LOSS.format(
-            origins=" and ".join(verdicts),
-            shown=_shown(verdicts),
-            remedy=_remedies(verdicts, owner),
-        )
-    )
 
 
-    stated = context_of(parts.hooks).denominator
 def _gravity(verdict: str) -> int:
     """Say how little goes with a verdict, 0 where any denominator does."""
     return FINE.index(verdict) if verdict in FINE else len(FINE)
-    if not callable(stated):
-        verdicts = {o: _verdict(o, shown) for o, shown in verdicts.items()}
+
+
+def _verdict(origin: str, shown: str) -> str:
+    """Say what is known of a loss, where a trial for samples missed it."""
+    if origin.endswith(errors.PAIRED):
+        return "couples"
+    is_missed = origin.endswith(errors.DEPENDENT) and shown in FINE
+    return "mixes" if is_missed else shown
 
 
 def _combine(owner: str) -> str:

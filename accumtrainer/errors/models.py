@@ -130,9 +130,11 @@ REDUCED_LOSS = "the loss {loss!r}, whose values are not one per example"
 
 PAIRED = " of outputs that pair examples"
 DEPENDENT = ", whose value of one example depends on the others"
+ROWLESS = ", whose outputs have no axis but that of examples"
 PAIRING_OUTPUTS = "the loss {loss!r}" + PAIRED
 COUPLING_LOSS = "the loss {loss!r}" + DEPENDENT
-"""What is told of two kinds of losses, and how that ends."""
+LOSS_OF_ROWLESS = "the loss {loss!r}" + ROWLESS
+"""What is told of some kinds of losses, and how that ends."""
 
 CONSTANT_LOSS = (
     "A loss should say what it was averaged over where an update has several "

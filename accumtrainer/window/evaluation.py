@@ -11,13 +11,12 @@ from accumtrainer.window.numbers import Sums
 from accumtrainer.window.objective import (
     EpochSums,
     Objective,
-    idle_metrics,
     joined,
-    results,
     total_loss,
     unique,
 )
 from accumtrainer.window.parts import WindowParts
+from accumtrainer.window.results import idle_metrics, results
 from accumtrainer.window.state import RunningSums, Scratch
 from accumtrainer.window.survey import check_log_names
 from accumtrainer.window.weighing import where_sum

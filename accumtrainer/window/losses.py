@@ -212,6 +212,9 @@ class _Measuring(keras.losses.Loss):
     ) -> Tensor:
         loss = _resolve_loss(self._identifier, y_true, y_pred)
         measured = measure(loss, y_true, y_pred, sample_weight)
+        if isinstance(measured, BareLoss) and self._averages(y_true, y_pred):
+            origin = errors.LOSS_OF_ROWLESS.format(loss=loss.name)
+            measured = measured._replace(origin=origin)
         if isinstance(measured, WeightedLoss) and not measured.is_sum:
             if self._flaw is None:
                 self._flaw = self._find_flaw(loss, y_true, y_pred)
@@ -227,11 +230,20 @@ class _Measuring(keras.losses.Loss):
         """Say why nobody knows what it was divided by, "" if it is known."""
         if reduces_examples(loss, y_true, y_pred):
             return errors.REDUCED_LOSS
+        if self._is_of_keras(y_true, y_pred):
+            return ""
+        is_coupled = couples_examples(loss, y_true, y_pred)
+        return errors.COUPLING_LOSS if is_coupled else ""
+
+    def _averages(self, y_true: Tensor, y_pred: Tensor) -> bool:
+        """Whether it may be a mean over examples, for want of another axis."""
+        shapes = (getattr(part, "shape", ()) for part in (y_true, y_pred))
+        is_row = any(len(shape) == 1 for shape in shapes)
+        return is_row and self._is_of_keras(y_true, y_pred)
+
+    def _is_of_keras(self, y_true: Tensor, y_pred: Tensor) -> bool:
         code = find_loss(self._identifier, y_true, y_pred)
-        is_of_keras = code.__module__.partition(".")[0] == keras.__name__
-        if not is_of_keras and couples_examples(loss, y_true, y_pred):
-            return errors.COUPLING_LOSS
-        return ""
+        return code.__module__.partition(".")[0] == keras.__name__
 
 
 class _KeptValues(keras.losses.Loss):

@@ -18,13 +18,12 @@ from accumtrainer.window.hooks import (
 )
 from accumtrainer.window.losses import WeightedLoss
 from accumtrainer.window.objective import (
-    idle_metrics,
     is_random_state,
     metric_variables,
-    results,
 )
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.passes import Passes
+from accumtrainer.window.results import idle_metrics, results
 from accumtrainer.window.state import Scratch
 from accumtrainer.window.weighing import Share
 

@@ -15,12 +15,12 @@ from accumtrainer.window.objective import (
     joined,
     metric_variables,
     named_losses,
-    results,
     total_loss,
 )
 from accumtrainer.window.optimizers import Optimizers
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.passes import Passes
+from accumtrainer.window.results import results
 from accumtrainer.window.state import (
     PERTURB_DISTANCE,
     Scratch,
