@@ -243,7 +243,7 @@ class _Measuring(keras.losses.Loss):
 
     def _is_of_keras(self, y_true: Tensor, y_pred: Tensor) -> bool:
         code = find_loss(self._identifier, y_true, y_pred)
-        return code.__module__.partition(".")[0] == keras.__name__
+        return str(code.__module__).partition(".")[0] == keras.__name__
 
 
 class _KeptValues(keras.losses.Loss):

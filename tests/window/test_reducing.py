@@ -3,6 +3,8 @@
 They say as little about what they were averaged over as a scalar does.
 """
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -200,3 +202,49 @@ def test_outputs_that_pair_examples_are_refused(is_in_fit):
 
 def test_outputs_as_wide_as_a_micro_batch_is_long_are_believed():
     assert_exact("mse", size=3)
+
+
+def weighted_square(y, p, weight):
+    return weight * ops.mean(ops.square(y - p), axis=-1)
+
+
+def test_loss_without_a_module_is_one_of_yours():
+    assert_exact(functools.partial(weighted_square, weight=2.0))
+
+
+def model_of_one_axis():
+    """Make a model whose outputs have no axis but that of examples."""
+    inputs = keras.Input([5])
+    outputs = keras.layers.Dense(1, kernel_initializer="ones")(inputs)
+    return keras.Model(inputs, keras.layers.Reshape([])(outputs))
+
+
+@pytest.mark.parametrize("is_in_fit", [False, True])
+@pytest.mark.parametrize("loss", ["mse", "huber"])
+def test_outputs_of_one_axis_are_trained_by_losses_of_keras(loss, is_in_fit):
+    models = [model_of_one_axis() for _ in range(2)]
+    for model in models:
+        model.compile(keras.optimizers.SGD(0.1), loss)
+    accumulated, expected = models
+    if is_in_fit:
+        callback = GradientAccumulation(steps=4)
+        accumulated.fit(X, Y[:, 0], 6, shuffle=False, callbacks=[callback])
+    else:
+        trainer = Trainer(
+            accumulated, accumulation=Accumulation(micro_batch_size=9)
+        )
+        trainer.fit(X, Y[:, 0], batch_size=24, verbose=0)
+    expected.train_on_batch(X, Y[:, 0])
+    for one, other in zip(models[0].weights, models[1].weights, strict=True):
+        one, other = map(ops.convert_to_numpy, (one, other))
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_own_mean_of_one_axis_is_refused():
+    model = model_of_one_axis()
+    model.compile(
+        keras.optimizers.SGD(0.1), lambda y, p: ops.mean((y - p) ** 2)
+    )
+    trainer = Trainer(model, accumulation=Accumulation(micro_batch_size=6))
+    with pytest.raises(ValueError, match="bare scalar from the loss"):
+        trainer.fit(X, Y[:, 0], batch_size=24, verbose=0)
