@@ -91,6 +91,7 @@ __all__ = [
     "keras",
     "keras_mask",
     "set_keras_mask",
+    "leaf_names",
     "losses_of_layers",
     "make_metrics_of_losses",
     "metric_names",
@@ -339,14 +340,25 @@ def reads_metrics_itself(model: Model) -> bool:
 def untold_results(model: Model, returned: dict[str, Any]) -> set[str]:
     """Name the results that a model's `compute_metrics` does not return.
 
-    Keras logs what that returns; Keras Core in the end all there are.
+    Keras logs what that returns; Keras Core in the end all there are. Where it
+    gives them names of its own, nobody can tell which it leaves out.
 
     Args:
-        returned: what it has returned.
+        returned: what it has returned, in which dicts may be nested.
     """
-    if KERAS_NAME == "keras_core":
+    read = read_metrics(model, leaving_out=[])
+    told, known = leaf_names(returned), leaf_names(read)
+    if KERAS_NAME == "keras_core" or not told <= known:
         return set()
-    return read_metrics(model, leaving_out=[]).keys() - returned.keys()
+    return known - told - {"loss"}
+
+
+def leaf_names(results: dict[str, Any]) -> set[str]:
+    """Name what is in nested dicts, as Keras logs it."""
+    names: set[str] = set()
+    for name, value in results.items():
+        names |= leaf_names(value) if isinstance(value, dict) else {name}
+    return names
 
 
 def compiled_arguments(model: Model) -> dict[str, Any]:

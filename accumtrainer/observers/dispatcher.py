@@ -138,10 +138,11 @@ class Dispatcher:
         if listeners:
             self._prepare_for(name)
             arguments, keywords = _hook_arguments(name, args)
+            before = set(map(id, told or ()))
             for callback in listeners:
+                if id(callback) in before:
+                    continue
                 if told is not None:
-                    if any(callback is one for one in told):
-                        continue
                     told.append(callback)
                 getattr(callback, name)(*arguments, **keywords)
 

@@ -130,6 +130,15 @@ class CallbackStates:
                 warnings.warn(line, stacklevel=2)
 
 
+def savable(values: dict[str, Any]) -> dict[str, Any]:
+    """Copy those of some values that a checkpoint can keep."""
+    return {
+        name: _copied(value)
+        for name, value in values.items()
+        if _fingerprint(value, name) is not None
+    }
+
+
 def announce_states(callbacks: Any, states: dict[str, Any]) -> None:
     """Tell callbacks with `has_state` what they will go on from.
 

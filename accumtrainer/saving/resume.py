@@ -22,6 +22,8 @@ def take_snapshot(trainer: Any, engine: Any, loop: Any) -> Snapshot:
         engine: its `Engine`.
         loop: its `FitLoop`, or `None` outside a fit.
     """
+    if loop is not None and loop.to_be_restored is not None:
+        return loop.to_be_restored
     # What has been frozen or unfrozen since counts already.
     if loop is None:
         engine.follow_model()

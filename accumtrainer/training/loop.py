@@ -26,6 +26,7 @@ from accumtrainer.training.announcing import (
     updates_in_epoch,
 )
 from accumtrainer.training.clock import Clock
+from accumtrainer.training.ending import Ending
 from accumtrainer.training.engine import Engine
 from accumtrainer.training.fit_options import FitOptions
 from accumtrainer.training.input_checks import InputChecks
@@ -84,9 +85,7 @@ class FitLoop:
         self._checks: Any = None
         self._callback_states: Any = None
         self._told_plan: Plan | None = None
-        # While an epoch ends: whether it is counted, and who was told of it.
-        self._is_counted = False
-        self._told_of_end: list[Any] = []
+        self._ending = Ending()
         self._safe_points = SafePoints(dispatcher, self._interruption)
         self._first_epoch = options.initial_epoch
         self._has_run_out = False
@@ -215,6 +214,11 @@ class FitLoop:
         with contextlib.nullcontext() if is_alone else self._source.together():
             checks.check(window, epoch=self._position.epoch, index=index)
 
+    @property
+    def to_be_restored(self) -> Snapshot | None:
+        """What the run goes on from, as long as nothing of it is put back."""
+        return self._start.snapshot
+
     def snapshot_parts(self) -> dict[str, Any]:
         """Return what the loop adds to a snapshot, by its fields."""
         # There are none to be kept while training begins.
@@ -231,8 +235,7 @@ class FitLoop:
                 "has_stopped": bool(self._trainer.model.stop_training),
                 "micro_batch": blank(self._start.micro_batch),
                 "examples_of_epoch": self._engine.lasting.examples_of_epoch,
-                "is_counted": self._is_counted,
-                "told_of_end": states.keys_of(self._told_of_end),
+                "ending": self._ending.get_state(states),
             },
             "callbacks": states.get(),
         }
@@ -240,8 +243,7 @@ class FitLoop:
     def _restore(self) -> None:
         self._start.restore(self._engine, self._callback_states)
         self._validation_logs = self._start.validation_logs
-        self._is_counted = self._start.is_counted
-        self._told_of_end = self._start.told_of_end
+        self._ending = self._start.ending
 
     def _describe(self, first: Window) -> str:
         return describe(
@@ -351,17 +353,18 @@ class FitLoop:
             return True
         # A carried tail can be all there is of an epoch.
         logs = dict(self._epoch_logs()) if position.windows else {}
-        if not self._is_counted:  # else it was, before somebody saved
+        ending = self._ending
+        if not ending.is_counted:  # else it was, before somebody saved
             engine.finish_epoch()
-            self._is_counted = True
-        told = self._told_of_end
-        if not told:
+            ending.is_counted = True
+        if not ending.told:
             self._validate_if_due()
             if self._validation and self._options.validates_after(epoch):
                 self._validate()
-        logs |= self._validation_logs
-        self._dispatcher.call("on_epoch_end", epoch, logs, told=told)
-        self._is_counted, self._told_of_end = False, []
+        logs |= self._validation_logs | (ending.logs if ending.told else {})
+        ending.logs = logs
+        self._dispatcher.call("on_epoch_end", epoch, logs, told=ending.told)
+        self._ending = Ending()
         self._dispatcher.last_logs = logs
         position.begin_next_epoch()
         if is_complete:
@@ -428,6 +431,7 @@ class FitLoop:
             self._run_window(self._source.window(list(items), None))
 
     def _run_window(self, window: Window) -> None:
+        self._ending.told = []  # in a run that was to end here
         index = self._position.windows
         self._check(window, self._checks, index)
         engine, dispatcher = self._engine, self._dispatcher

@@ -12,6 +12,7 @@ from accumtrainer.keras_api.types import Model
 from accumtrainer.progress import Progress
 from accumtrainer.saving.callback_state import CallbackStates, announce_states
 from accumtrainer.saving.snapshot import Snapshot
+from accumtrainer.training.ending import Ending
 from accumtrainer.training.engine import Engine
 
 
@@ -31,8 +32,7 @@ class Start:
         last_logs: the epoch so far.
         micro_batch: a `Batch` like those to come, or `None` if none is known.
         is_amid_epoch: whether it begins amid an epoch.
-        is_counted: whether that epoch is counted among the ended ones.
-        told_of_end: callbacks that have been told of its end.
+        ending: how far that epoch has ended.
         snapshot: what is yet to be put back, or `None`.
     """
 
@@ -44,8 +44,7 @@ class Start:
     last_logs: dict[str, Any] = field(default_factory=dict)
     micro_batch: Batch | None = None
     is_amid_epoch: bool = False
-    is_counted: bool = False
-    told_of_end: list[Any] = field(default_factory=list)
+    ending: Ending = field(default_factory=Ending)
     snapshot: Snapshot | None = None
 
     def check(self, engine: Engine) -> None:
@@ -65,9 +64,8 @@ class Start:
         if snapshot.run is not None:
             self.validation_logs = dict(snapshot.run["validation_logs"])
             # Older checkpoints do not tell.
-            self.is_counted = snapshot.run.get("is_counted", False)
-            told = snapshot.run.get("told_of_end", ())
-            self.told_of_end = states.of_keys(told)
+            if "ending" in snapshot.run:
+                self.ending = Ending.of_state(snapshot.run["ending"], states)
         states.set(snapshot.callbacks)
 
     def has_made(self, updates: float, engine: Engine) -> bool:

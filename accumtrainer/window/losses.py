@@ -25,6 +25,8 @@ from accumtrainer.keras_api import (
 from accumtrainer.keras_api.types import Nest, Tensor, Variable
 from accumtrainer.window.reducing import couples_examples, reduces_examples
 
+_Shape = tuple[int | None, ...]
+
 
 @dataclass(frozen=True)
 class WeightedLoss:
@@ -195,7 +197,7 @@ class _Measuring(keras.losses.Loss):
         self._identifier = identifier
         self._measured = measured
         self._flaw: str | None = None
-        self.shape: tuple[int | None, ...] = ()
+        self.shape: _Shape = ()
         self.pairs: bool | None = None
 
     @property
@@ -212,13 +214,15 @@ class _Measuring(keras.losses.Loss):
     ) -> Tensor:
         loss = _resolve_loss(self._identifier, y_true, y_pred)
         measured = measure(loss, y_true, y_pred, sample_weight)
-        if isinstance(measured, BareLoss) and self._averages(y_true, y_pred):
+        if isinstance(measured, BareLoss) and self._averages(
+            y_true, y_pred, sample_weight
+        ):
             origin = errors.LOSS_OF_ROWLESS.format(loss=loss.name)
             measured = measured._replace(origin=origin)
         if isinstance(measured, WeightedLoss) and not measured.is_sum:
             if self._flaw is None:
                 self._flaw = self._find_flaw(loss, y_true, y_pred)
-            self.shape = tuple(getattr(y_pred, "shape", ()))
+            self.shape = _shape_if_spread(loss, y_true, y_pred)
             flaw = errors.PAIRING_OUTPUTS if self.pairs else self._flaw
             if flaw:
                 origin = flaw.format(loss=loss.name)
@@ -235,15 +239,30 @@ class _Measuring(keras.losses.Loss):
         is_coupled = couples_examples(loss, y_true, y_pred)
         return errors.COUPLING_LOSS if is_coupled else ""
 
-    def _averages(self, y_true: Tensor, y_pred: Tensor) -> bool:
-        """Whether it may be a mean over examples, for want of another axis."""
+    def _averages(self, y_true: Tensor, y_pred: Tensor, weights: Any) -> bool:
+        """Whether it may be a mean over examples, for want of another axis.
+
+        Keras multiplies that by the mean of weights.
+        """
         shapes = (getattr(part, "shape", ()) for part in (y_true, y_pred))
-        is_row = any(len(shape) == 1 for shape in shapes)
+        is_row = any(len(shape) == 1 for shape in shapes) and weights is None
         return is_row and self._is_of_keras(y_true, y_pred)
 
     def _is_of_keras(self, y_true: Tensor, y_pred: Tensor) -> bool:
         code = find_loss(self._identifier, y_true, y_pred)
         return str(code.__module__).partition(".")[0] == keras.__name__
+
+
+def _shape_if_spread(loss: Any, y_true: Tensor, y_pred: Tensor) -> _Shape:
+    """Return the shape of outputs that have more axes than their targets.
+
+    Such an axis may be one of examples, but that of classes in labels' stead.
+    """
+    of_targets, of_outputs = (
+        tuple(getattr(part, "shape", ())) for part in (y_true, y_pred)
+    )
+    is_spread = len(of_targets) < len(of_outputs) or 1 in of_targets[1:]
+    return of_outputs if is_spread and "sparse" not in loss.name else ()
 
 
 class _KeptValues(keras.losses.Loss):

@@ -12,6 +12,7 @@ from accumtrainer import errors
 from accumtrainer.data.batches import Batch, map_leaves
 from accumtrainer.keras_api import (
     keras,
+    leaf_names,
     noting_activity,
     ops,
     read_metrics,
@@ -223,7 +224,7 @@ def _warn_of_unread(model: Model, returned: dict[str, Any]) -> None:
     Results are read where there is no micro-batch to compute them of.
     """
     read = read_metrics(model, leaving_out=[])
-    unread = sorted(map(repr, returned.keys() - read.keys()))
+    unread = sorted(map(repr, leaf_names(returned) - leaf_names(read)))
     if unread:
         message = errors.UNREAD_RESULTS.format(
             names=", ".join(unread), model=type(model).__name__

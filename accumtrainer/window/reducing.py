@@ -55,55 +55,41 @@ def couples_examples(loss: Any, y_true: Tensor, y_pred: Tensor) -> bool:
 
 
 def _is_coupled(loss: Any, shapes: list[tuple[int | None, ...]]) -> bool:
+    """Whether f(A, B) + f(C, D) is not f(A, D) + f(C, B), as for a sum."""
     rng = np.random.default_rng(0)
     with contextlib.suppress(Exception), Scratch([]):
-        return any(
-            _has_other_values(loss, *_make_up(shapes, rng, is_rounded))
-            for is_rounded in (False, True)
-        )
+        for make in (np.asarray, np.round):  # probabilities; labels or a mask
+            groups = [
+                [
+                    make(rng.uniform(0.05, 0.95, [2, *map(_length, shape[1:])]))
+                    for shape in shapes
+                ]
+                for _ in range(4)
+            ]
+            a, b, c, d = groups
+            pairs = ((a, b), (c, d), (a, d), (c, b), (a, b))
+            one, other, crossed, too, again = (
+                _total(loss, *pair) for pair in pairs
+            )
+            difference = abs(one + other - crossed - too)
+            size = max(map(abs, (one, other, crossed, too)))
+            # Where it draws, it is another one again.
+            if one == again and difference > 1e-4 * size:
+                return True
     return False
 
 
-def _make_up(
-    shapes: list[tuple[int | None, ...]],
-    rng: np.random.Generator,
-    is_rounded: bool,
-) -> list[list[np.ndarray]]:
-    """Make three times two rows of each shape, the last ones the largest.
-
-    They may be values or probabilities; rounded, labels or a mask.
-    """
-    rows = [
-        [
-            rng.uniform(0.05, 0.95, [2, *(length or 3 for length in shape[1:])])
-            for shape in shapes
-        ]
-        for _ in range(3)
+def _total(
+    loss: Any, rows: list[np.ndarray], beside: list[np.ndarray]
+) -> float:
+    """Add up the values of some rows beside others."""
+    given = [
+        ops.convert_to_tensor(np.concatenate(pair), dtype=loss.dtype)
+        for pair in zip(rows, beside, strict=True)
     ]
-    if is_rounded:
-        return [[np.round(numbers) for numbers in given] for given in rows]
-    return [*rows[:2], [1 + numbers for numbers in rows[2]]]
+    values = ops.convert_to_numpy(ops.cast(loss.call(*given), "float32"))
+    return float(np.sum(values, dtype="float64"))
 
 
-def _has_other_values(
-    loss: Any,
-    first: list[np.ndarray],
-    last: list[np.ndarray],
-    others: list[np.ndarray],
-) -> bool:
-    """Whether rows have other values beside others than beside the last."""
-    values = []
-    for beside in (last, last, others):
-        given = [
-            ops.convert_to_tensor(np.concatenate(rows), dtype=loss.dtype)
-            for rows in zip(first, beside, strict=True)
-        ]
-        value = ops.convert_to_numpy(ops.cast(loss.call(*given), "float32"))
-        values.append(value[: len(value) // 2])
-    one, again, other = values
-    size = np.max(np.abs(one))
-    return bool(
-        np.isfinite(size)
-        and np.array_equal(one, again)  # else it draws
-        and not np.allclose(one, other, rtol=1e-4, atol=1e-6 * size)
-    )
+def _length(length: int | None) -> int:
+    return 3 if length is None else length

@@ -74,7 +74,7 @@ def results(
         while name in found:
             name += "_loss"
         found[name] = value
-    return _in_order({k: v for k, v in found.items() if k not in untold})
+    return {k: v for k, v in _in_order(found).items() if k not in untold}
 
 
 def _show(metrics: list[Metric], values: dict[str, Tensor]) -> list[Metric]:

@@ -1,5 +1,6 @@
 """Claims about `Trainer.save` where a callback calls it, in any hook."""
 
+import numpy as np
 import pytest
 from resumable import X, Y, assert_same, fit_arrays, fit_list, make_trainer
 
@@ -70,3 +71,48 @@ def test_run_goes_on_from_where_a_hook_saved(name, nth, fit_data, tmp_path):
     assert_same(whole, resumed)
     assert before.epochs == after.epochs == [0, 1, 2]
     assert resumed_history.history == history.history
+
+
+class Writer(Callback):
+    """Writes into the logs of every epoch."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["written"] = float(epoch)
+
+
+def test_logs_that_were_written_before_the_save_are_kept(tmp_path):
+    path = tmp_path / "saved"
+    _, history = fit(fit_arrays, Writer(), saving("on_epoch_end", 1, path))
+    never = saving("on_epoch_end", 10**6, path)
+    _, resumed = fit(fit_arrays, Writer(), never, resume_from=path)
+    assert resumed.history["written"] == history.history["written"]
+
+
+def test_callback_that_is_listed_twice_is_told_twice():
+    ended = Ended()
+    fit(fit_arrays, ended, ended)
+    assert ended.epochs == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("name", ["on_train_begin", "on_epoch_begin"])
+def test_run_that_goes_on_may_save_before_its_first_update(name, tmp_path):
+    path = tmp_path / "saved"
+    whole, _ = fit(fit_arrays, saving("on_train_batch_end", 3, path))
+    fit(fit_arrays, saving(name, 0, path), resume_from=path)
+    resumed, _ = fit(fit_arrays, resume_from=path)
+    assert_same(whole, resumed)
+
+
+def test_epoch_that_goes_on_ends_anew(tmp_path):
+    path, ended = tmp_path / "saved", Ended()
+    save = saving("on_epoch_end", 0, path)
+    fit(fit_arrays, save, max_updates=2)
+    whole, history = fit(fit_arrays)
+    resumed, resumed_history = fit(fit_arrays, ended, resume_from=path)
+    for one, other in zip(
+        whole.model.get_weights(), resumed.model.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+    assert ended.epochs == [0, 1, 2]
+    values = resumed_history.history["val_loss"][-3:]
+    np.testing.assert_array_equal(values, history.history["val_loss"])

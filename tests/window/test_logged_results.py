@@ -1,5 +1,7 @@
 """What is logged and returned where names meet, and where results are many."""
 
+import warnings
+
 import numpy as np
 import pytest
 from keras_core_gaps import keras_3_only
@@ -77,18 +79,29 @@ class DerivingInResults(Tracking):
         return results | {"twice": 2.0 * results["mae"]}
 
 
-def train_own(model_class, is_inside):
+def train_own(model_class, is_inside, metrics=None):
     """Train a model that judges its outputs itself; returns the history."""
     model = make_model()
     model = model_class(model.inputs[0], model.outputs[0])
     options = {"validation_data": (X, Y), "verbose": 0, "shuffle": False}
     if is_inside:
-        model.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=False)
+        model.compile(
+            keras.optimizers.SGD(0.01),
+            "mse",
+            metrics=metrics,
+            jit_compile=False,
+        )
         callbacks = [GradientAccumulation(steps=2)]
         history = model.fit(X, Y, 4, callbacks=callbacks, **options)
     else:
-        optimizer = keras.optimizers.SGD(0.01)
-        trainer = Trainer(model, optimizer, "mse", accumulation=TWO, **QUICKEST)
+        trainer = Trainer(
+            model,
+            keras.optimizers.SGD(0.01),
+            "mse",
+            metrics=metrics,
+            accumulation=TWO,
+            **QUICKEST,
+        )
         history = trainer.fit(X, Y, batch_size=4, **options)
     return history.history
 
@@ -171,6 +184,35 @@ def test_result_that_compute_metrics_leaves_out_is_in_no_logs(is_inside):
     assert named.keys() - {"updates", "skipped_updates"} == expected.keys()
     for name, values in expected.items():
         np.testing.assert_allclose(history[name], values, rtol=1e-4)
+
+
+class ListingMetrics(keras.Model):
+    """As in Keras's guides: compiled metrics are a dict within the dict."""
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        super().compute_metrics(x, y, y_pred, sample_weight)
+        return {m.name: m.result() for m in self.metrics}
+
+
+class Renaming(keras.Model):
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        results = super().compute_metrics(x, y, y_pred, sample_weight)
+        return {f"my_{name}": value for name, value in results.items()}
+
+
+@keras_3_only("logs all metrics that there are")
+@pytest.mark.parametrize("is_inside", [False, True], ids=["trainer", "fit"])
+@pytest.mark.parametrize("cls", [ListingMetrics, Renaming])
+def test_results_that_compute_metrics_tells_otherwise_stay(cls, is_inside):
+    expected = train_own(keras.Model, is_inside, ["mae"])
+    assert "mae" in expected and "val_mae" in expected
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if cls is Renaming else "error")
+        history = train_own(cls, is_inside, ["mae"])
+    # Inside fit Keras validates by itself.
+    trained = {name for name in expected if not name.startswith("val_")}
+    assert trained <= history.keys()
+    assert cls is Renaming or history.keys() == expected.keys()
 
 
 class DerivingFromLoss(keras.Model):

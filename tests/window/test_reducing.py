@@ -168,7 +168,17 @@ class Focal(keras.losses.Loss):
         return error**2 * ops.log(1 + error)
 
 
-@pytest.mark.parametrize("loss", [Drawing(), Focal()])
+def in_a_stack(y, p):
+    """Have the values of examples along another axis than the first."""
+    errors = ops.mean(ops.square(y - p), axis=-1), ops.mean(y - p, axis=-1)
+    return ops.stack(errors)
+
+
+def by_time(y, p):
+    return ops.transpose(ops.square(y - p))
+
+
+@pytest.mark.parametrize("loss", [Drawing(), Focal(), in_a_stack, by_time])
 def test_values_of_each_example_are_believed(loss):
     make_trainer(loss).fit(X, Y, batch_size=24, verbose=0)
 
@@ -248,3 +258,15 @@ def test_own_mean_of_one_axis_is_refused():
     trainer = Trainer(model, accumulation=Accumulation(micro_batch_size=6))
     with pytest.raises(ValueError, match="bare scalar from the loss"):
         trainer.fit(X, Y[:, 0], batch_size=24, verbose=0)
+
+
+def test_outputs_of_one_axis_with_weights_are_refused():
+    model = model_of_one_axis()
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    trainer = Trainer(model, accumulation=Accumulation(micro_batch_size=6))
+    weights = np.r_[np.ones(12), np.linspace(0, 3, 12)].astype("float32")
+    # The first window shows nothing: its weights are all 1.
+    with pytest.raises(ValueError, match="bare scalar from the loss"):
+        trainer.fit(
+            X, Y[:, 0], 12, sample_weight=weights, shuffle=False, verbose=0
+        )

@@ -1,0 +1,40 @@
+"""How far an epoch has ended, which callbacks may save amid that."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from accumtrainer.saving.callback_state import CallbackStates, savable
+
+
+@dataclass(slots=True)
+class Ending:
+    """The end of an epoch.
+
+    Args:
+        is_counted: whether the epoch is counted among those that have ended.
+        told: callbacks that have been told of its end.
+        logs: what these were told, and wrote into it.
+    """
+
+    is_counted: bool = False
+    told: list[Any] = field(default_factory=list)
+    logs: dict[str, Any] = field(default_factory=dict)
+
+    def get_state(self, states: CallbackStates) -> dict[str, Any]:
+        """Return what `of_state` needs, plain values and arrays."""
+        return {
+            "is_counted": self.is_counted,
+            "told": states.keys_of(self.told),
+            "logs": savable(self.logs),
+        }
+
+    @classmethod
+    def of_state(
+        cls, state: dict[str, Any], states: CallbackStates
+    ) -> "Ending":
+        """Make one of what `get_state` returned."""
+        return cls(
+            is_counted=state["is_counted"],
+            told=states.of_keys(state["told"]),
+            logs=dict(state["logs"]),
+        )
