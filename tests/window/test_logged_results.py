@@ -207,7 +207,8 @@ def test_results_that_compute_metrics_tells_otherwise_stay(cls, is_inside):
     expected = train_own(keras.Model, is_inside, ["mae"])
     assert "mae" in expected and "val_mae" in expected
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if cls is Renaming else "error")
+        action = "ignore" if cls is Renaming else "error"
+        warnings.simplefilter(action, UserWarning)
         history = train_own(cls, is_inside, ["mae"])
     # Inside fit Keras validates by itself.
     trained = {name for name in expected if not name.startswith("val_")}
