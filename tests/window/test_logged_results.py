@@ -137,7 +137,7 @@ class Popping(keras.Model):
         return (outputs, None if training else 2.0 * outputs)
 
     def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
-        return ops.mean(ops.square(y_pred[0] - y))
+        return ops.mean(ops.square(ops.subtract(y_pred[0], y)))
 
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
         outputs, judged = y_pred
