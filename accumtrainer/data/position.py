@@ -61,12 +61,10 @@ class Position:
         self.batches += 1
         self.last = item
 
-    def take_group(self) -> tuple[Any, ...]:
-        """Take the carried items, at least one, of which a window is made."""
-        group = tuple(self.carried)
+    def take_group(self) -> None:
+        """Note that the carried items have been made a window."""
         self.carried.clear()
         self.windows += 1
-        return group
 
     def get_state(self) -> dict[str, Any]:
         """Return what `of_state` needs, plain values and arrays."""

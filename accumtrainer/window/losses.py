@@ -254,9 +254,10 @@ class _Measuring(keras.losses.Loss):
 
 
 def _shape_if_spread(loss: Any, y_true: Tensor, y_pred: Tensor) -> _Shape:
-    """Return the shape of outputs that have more axes than their targets.
+    """Return the shape of outputs that are spread over an axis more.
 
-    Such an axis may be one of examples, but that of classes in labels' stead.
+    Targets lack it, or have 1 there. It may be one of examples, unless it is
+    that of the classes of a sparse crossentropy. Of other outputs it is `()`.
     """
     of_targets, of_outputs = (
         tuple(getattr(part, "shape", ())) for part in (y_true, y_pred)
