@@ -44,7 +44,7 @@ def refusal_of_train_step(model: Model) -> str:
     step = _read(model)
     descent = None if step is None else _find_descent(step)
     if descent is not None:
-        hook = descent.as_hook()
+        hook = descent.as_hook(_IntoHook(overrides(model, "compute_loss")))
         if descent.is_of_keras:
             remedy = errors.REPLACED_BY_COMPILED_LOSS
         elif len(hook) <= MOST_LINES:
@@ -147,13 +147,17 @@ class _Descent:
             value if len(given) == 1 and isinstance(value, ast.Call) else None
         )
 
-    def as_hook(self) -> list[str]:
-        """Write the lines of `compute_loss`, list of str."""
+    def as_hook(self, turn: ast.NodeTransformer) -> list[str]:
+        """Write the lines of `compute_loss`, list of str.
+
+        Args:
+            turn: makes of a statement that of a hook.
+        """
         lines, counted, is_read = [], "batch.x", False
         for statement in self.statements:
             target = self._unpacked_into(statement)
             if target is None:
-                moved = _IntoHook().visit(copy.deepcopy(statement))
+                moved = turn.visit(copy.deepcopy(statement))
                 lines.extend(ast.unparse(moved).splitlines())
                 is_read = is_read or self.data in _read_in(moved)
                 continue
@@ -319,11 +323,27 @@ def _read_in(node: ast.AST) -> list[str]:
 
 
 class _IntoHook(ast.NodeTransformer):
-    """Makes of what a model says what its Trainer says."""
+    """Makes of what a model says what its Trainer says.
+
+    Args:
+        has_own_loss: whether `compute_loss` is the model's own.
+    """
+
+    def __init__(self, has_own_loss: bool):
+        self._has_own_loss = has_own_loss
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         is_self = node.id == "self"
         return ast.Attribute(node, "model", node.ctx) if is_self else node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        """Leave out of Keras's loss what a Trainer adds by itself."""
+        is_loss = ast.unparse(node.func) == "self.compute_loss"
+        self.generic_visit(node)
+        if not is_loss or self._has_own_loss:
+            return node
+        added = ast.parse("sum(self.model.losses)", mode="eval").body
+        return ast.BinOp(node, ast.Sub(), added)
 
     def visit_keyword(self, node: ast.keyword) -> ast.keyword:
         """Ask the hook's own `info` whether this is training."""

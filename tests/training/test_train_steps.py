@@ -93,6 +93,24 @@ class ByTheCompiledLoss(Net):
         return {m.name: m.result() for m in self.metrics}
 
 
+class AddsToTheCompiledLoss(Net):
+    """Has regularizers, which the compiled loss counts already."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense.kernel_regularizer = keras.regularizers.L2(0.1)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            extra = ops.mean(ops.abs(y_pred))
+            loss = self.compute_loss(x, y, y_pred) + extra
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
 class ByALossOfTwoParts(Net):
     """Has a `compute_loss` that takes other arguments than Keras's."""
 
@@ -345,17 +363,22 @@ def test_hook_sums_a_loss_of_keras_that_has_a_value_per_example():
     assert "return WeightedLoss(loss, ops.shape(x)[0])" in message
 
 
-@pytest.mark.parametrize("cls", [Descends, DescendsAVector, AsInKerasExamples])
+@pytest.mark.parametrize(
+    "cls",
+    [Descends, DescendsAVector, AsInKerasExamples, AddsToTheCompiledLoss],
+)
 def test_shown_hook_makes_the_updates_of_the_train_step(cls):
     if BACKEND != "tensorflow":
         reason = "these train_steps are TensorFlow's"
         print(f"Not run on {BACKEND}: {reason}.")
         pytest.skip(reason)
     model = network(cls)
-    model.compile(keras.optimizers.SGD(0.1), run_eagerly=True)
+    model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
     y = None if cls is AsInKerasExamples else X
     model.fit(X, y, batch_size=6, shuffle=False, verbose=0)
-    received = trained(shown_trainer(message_for(cls)), network(), y)
+    shown = shown_trainer(message_for(cls))
+    own = type("LeftOut", (cls,), {"train_step": keras.Model.train_step})
+    received = trained(shown, network(own), y, loss="mse")
     for one, other in zip(received, model.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6, rtol=0)
 
