@@ -145,14 +145,14 @@ def judge_loss(
         kind: as in `SIZES_AGREE_WITHIN`.
     """
     trial = _judge(here, is_sum, kind)
-    if trial.verdict == "constant":
+    if trial.verdict == "constant" or not any(here.means.values()):
         # The data may show in nothing by chance: with these weights, or, like
         # masks that are empty, whatever the weights.
         other = _judge(elsewhere, is_sum, kind)
         one, two = here.means[0,], elsewhere.means[0,]
         is_moved = abs(one - two) > LEAST_SPREAD * max(abs(one), abs(two))
-        if other.verdict != "constant" or not is_moved:
-            trial = LossTrial(verdict="unknown")
+        is_penalty = other.verdict == "constant" and is_moved
+        trial = LossTrial(verdict="constant" if is_penalty else "unknown")
     if trial.verdict in ("right", "unknown"):
         other = _judge(elsewhere, is_sum, kind)
         if trial.verdict == "unknown" and other.verdict in ("sum", "size"):

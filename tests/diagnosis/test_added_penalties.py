@@ -23,10 +23,14 @@ by_both = pytest.mark.parametrize("by", ["Trainer", "GradientAccumulation"])
 
 
 class Penalized(layers.Layer):
-    """Adds a penalty on its kernel."""
+    """Adds a penalty on its kernel, which begins as some one number."""
+
+    def __init__(self, begin="ones", **options):
+        super().__init__(**options)
+        self._begin = begin
 
     def build(self, shape):
-        self.kernel = self.add_weight(shape=(8, 3), initializer="ones")
+        self.kernel = self.add_weight(shape=(8, 3), initializer=self._begin)
 
     def call(self, x):
         self.add_loss(0.1 * ops.sum(ops.square(self.kernel)))
@@ -73,12 +77,14 @@ def train(model, by, k=4, x=X):
 
 
 @by_both
-@pytest.mark.parametrize("k", [1, 4])
-def test_penalty_counts_once_per_update_with_a_warning(k, by):
-    expected = train(make_model(Penalized()), "Keras", k=1)
+@pytest.mark.parametrize(
+    ("k", "begin"), [(1, "ones"), (4, "ones"), (4, "zeros")]
+)
+def test_penalty_counts_once_per_update_with_a_warning(k, begin, by):
+    expected = train(make_model(Penalized(begin)), "Keras", k=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("always", "A loss should say")
-        weights = train(make_model(Penalized(name="layer")), by, k)
+        weights = train(make_model(Penalized(begin, name="layer")), by, k)
     for one, two in zip(weights, expected, strict=True):
         np.testing.assert_allclose(one, two, atol=1e-5)
     messages = [str(warning.message) for warning in caught]
