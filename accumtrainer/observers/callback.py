@@ -41,6 +41,13 @@ HOOKS = (
 )
 """The name of every hook of a callback."""
 
+CALLED = tuple(
+    name
+    for name in vars(keras.callbacks.Callback)
+    if name.startswith("on_") or name in ("set_model", "set_params")
+)
+"""What Keras calls of any callback."""
+
 
 class Callback(keras.callbacks.Callback):
     """Observe training, one micro-batch, window and update at a time.
@@ -217,7 +224,7 @@ def check_callback(callback: Any) -> None:
     """Refuse what is not a callback, or is a Trainer's method in disguise.
 
     Raises:
-        TypeError: if it is not a `keras.callbacks.Callback`.
+        TypeError: if it has not all hooks of a `keras.callbacks.Callback`.
         ValueError: if one of its hooks takes what a Trainer's hook takes.
     """
     if isinstance(callback, type):
@@ -226,7 +233,8 @@ def check_callback(callback: Any) -> None:
             f"{callback.__name__}. Call it: {callback.__name__}(...)."
         )
     refuse_other_keras("callbacks", callback)
-    if not isinstance(callback, keras.callbacks.Callback):
+    # Keras asks for no more of a class that is not derived from its own.
+    if not all(callable(getattr(callback, name, None)) for name in CALLED):
         raise TypeError(
             "callbacks must hold keras.callbacks.Callback objects. Received: "
             f"{callback!r} of type {type(callback).__name__}. Derive its class "

@@ -102,6 +102,26 @@ def test_what_is_not_a_callback_is_refused(stranger):
         make_dispatcher([Callback(), stranger])
 
 
+class OfNobody:
+    """Has all hooks, though no class of Keras's."""
+
+    def __init__(self, called):
+        self._called = called
+
+    def __getattr__(self, name):
+        if not name.startswith(("on_", "set_")):
+            raise AttributeError(name)
+        return lambda *args, **options: self._called.append(name)
+
+
+def test_callback_may_have_all_hooks_without_a_class_of_keras():
+    called = []
+    with make_dispatcher([OfNobody(called)]).training() as dispatcher:
+        dispatcher.call("on_epoch_end", 0, {"loss": 1.0})
+    hooks = ["on_train_begin", "on_epoch_end", "on_train_end"]
+    assert called == ["set_model", "set_params", *hooks]
+
+
 class ClipsGradients(Callback):
     def on_apply(self, gradients, info):
         return gradients
