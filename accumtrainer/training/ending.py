@@ -12,11 +12,13 @@ class Ending:
 
     Args:
         is_counted: whether the epoch is counted among those that have ended.
+        is_complete: whether all of its windows have run.
         told: callbacks that have been told of its end.
         logs: what these were told, and wrote into it.
     """
 
     is_counted: bool = False
+    is_complete: bool = False
     told: list[Any] = field(default_factory=list)
     logs: dict[str, Any] = field(default_factory=dict)
 
@@ -24,6 +26,7 @@ class Ending:
         """Return what `of_state` needs, plain values and arrays."""
         return {
             "is_counted": self.is_counted,
+            "is_complete": self.is_complete,
             "told": states.keys_of(self.told),
             "logs": savable(self.logs),
         }
@@ -35,6 +38,7 @@ class Ending:
         """Make one of what `get_state` returned."""
         return cls(
             is_counted=state["is_counted"],
+            is_complete=state["is_complete"],
             told=states.of_keys(state["told"]),
             logs=dict(state["logs"]),
         )

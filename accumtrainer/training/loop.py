@@ -354,6 +354,7 @@ class FitLoop:
         # A carried tail can be all there is of an epoch.
         logs = dict(self._epoch_logs()) if position.windows else {}
         ending = self._ending
+        ending.is_complete = ending.is_complete or is_complete
         if not ending.is_counted:  # else it was, before somebody saved
             engine.finish_epoch()
             ending.is_counted = True
@@ -367,10 +368,10 @@ class FitLoop:
         self._ending = Ending()
         self._dispatcher.last_logs = logs
         position.begin_next_epoch()
-        if is_complete:
+        if ending.is_complete:
             self._safe_points.tell("epoch")
             self._safe_points.leave_if_interrupted()
-        return is_complete
+        return ending.is_complete
 
     def _begun_anew(self) -> Iterator[Window] | None:
         """Begin with the data once more, which callbacks may have changed.

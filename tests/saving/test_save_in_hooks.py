@@ -5,6 +5,7 @@ import pytest
 from resumable import X, Y, assert_same, fit_arrays, fit_list, make_trainer
 
 from accumtrainer import Accumulation, Callback
+from accumtrainer.keras_api import keras
 
 HOOKS = {
     "on_train_begin": [0],
@@ -45,9 +46,10 @@ def saving(name, nth, path):
     return callback
 
 
-def fit(fit_data, *callbacks, **options):
+def fit(fit_data, *callbacks, accumulation=None, **options):
     """Train 3 epochs of 3 updates, and return the Trainer."""
-    trainer = make_trainer(accumulation=Accumulation(steps=2))
+    accumulation = accumulation or Accumulation(steps=2)
+    trainer = make_trainer(accumulation=accumulation)
     callbacks, validation_data = list(callbacks), (X, Y)
     history = fit_data(
         trainer, callbacks=callbacks, validation_data=validation_data, **options
@@ -116,3 +118,19 @@ def test_epoch_that_goes_on_ends_anew(tmp_path):
     assert ended.epochs == [0, 1, 2]
     values = resumed_history.history["val_loss"][-3:]
     np.testing.assert_array_equal(values, history.history["val_loss"])
+
+
+def test_rest_that_an_epoch_carries_on_is_trained_on_after_a_stop(tmp_path):
+    path, carry = tmp_path / "saved", Accumulation(steps=5, tail="carry")
+
+    def stop(epoch, logs):
+        whole.model.stop_training = True
+
+    whole = make_trainer(accumulation=carry)
+    stopping = keras.callbacks.LambdaCallback(on_epoch_end=stop)
+    callbacks = [stopping, saving("on_epoch_end", 0, path)]
+    fit_arrays(whole, callbacks=callbacks)
+    assert whole.progress.samples == len(X)  # with those of no full window
+    idle = [keras.callbacks.LambdaCallback(), saving("on_epoch_end", 9, path)]
+    resumed, _ = fit(fit_arrays, *idle, accumulation=carry, resume_from=path)
+    assert_same(whole, resumed)
