@@ -130,6 +130,9 @@ class Objective:
         untold: Collection[str] = ()
         if updates_metrics:
             untold = self.update_metrics(batch, outputs)
+        if self._hooks.overrides("compute_loss"):
+            # These are not the model's to leave out.
+            untold = set(untold).difference(loss.name for loss in losses)
         if regularization is None:
             regularization = ops.zeros((), dtype="float32")
         return Measured(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from keras_core_gaps import keras_3_only
 
-from accumtrainer import Accumulation, Trainer
+from accumtrainer import Accumulation, Trainer, WeightedLoss
 from accumtrainer.callbacks import GradientAccumulation
 from accumtrainer.keras_api import keras, ops
 
@@ -146,3 +146,36 @@ def test_evaluation_leaves_such_a_metric_to_the_model_as_well():
         for _ in range(2)
     ]
     assert seen == [24, 48]
+
+
+class JudgesAlone(Subclassed):
+    """Has a metric named like a loss, and tells of another one only."""
+
+    def __init__(self):
+        super().__init__()
+        self.kl = keras.metrics.Mean(name="kl")
+        self.error = keras.metrics.MeanAbsoluteError(name="error")
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        self.error.update_state(y["a"], y_pred["a"])
+        return {"error": self.error.result()}
+
+
+class TwoLosses(Trainer):
+    def compute_loss(self, batch, info):
+        outputs = self.model(batch.x, training=info.training)
+        size = ops.shape(batch.x)[0]
+        error = ops.mean(ops.square(outputs["a"] - batch.y["a"]))
+        spread = ops.mean(ops.abs(outputs["b"]))
+        return {
+            "rec": WeightedLoss(error, size, outputs=outputs),
+            "kl": WeightedLoss(spread, size),
+        }
+
+
+def test_losses_of_a_hook_are_told_whatever_the_model_leaves_out():
+    optimizer = keras.optimizers.SGD(0.01)
+    trainer = TwoLosses(JudgesAlone(), optimizer, accumulation=2)
+    history = trainer.fit(X, Y, 6, validation_data=(X, Y), **ORDER).history
+    for name in ("loss", "rec", "kl", "error"):
+        assert name in history and f"val_{name}" in history
