@@ -107,8 +107,10 @@ PER_EXAMPLE_WINDOW_LOSS = (
 )
 
 LOSS_WITHOUT_REDUCTION = (
-    "loss must have a reduction. Received: loss {loss!r} with reduction=None. "
-    "Use reduction='sum' or 'sum_over_batch_size'."
+    "loss must have a reduction, by which it is one number. Received: loss "
+    "{loss!r} of shape {shape}. Use reduction='sum_over_batch_size', or 'sum', "
+    "as Keras takes it on TensorFlow. If its class takes neither, give a "
+    "function that calls it, whose values are averaged."
 )
 
 BARE_LOSS = (

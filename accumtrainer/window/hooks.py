@@ -21,9 +21,9 @@ from accumtrainer.keras_api import (
     tree,
 )
 from accumtrainer.keras_api.types import Nest, Tensor
+from accumtrainer.window.compiled_losses import CompiledLoss
 from accumtrainer.window.losses import (
     BareLoss,
-    CompiledLoss,
     WeightedLoss,
     count_samples,
     known_length,

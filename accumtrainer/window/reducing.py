@@ -6,13 +6,14 @@ nothing about what it was averaged over.
 """
 
 import contextlib
+import copy
 import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from accumtrainer.keras_api import ops
+from accumtrainer.keras_api import keras, ops, tree
 from accumtrainer.keras_api.types import Tensor
 from accumtrainer.window.state import Scratch
 
@@ -42,41 +43,69 @@ def couples_examples(loss: Any, y_true: Tensor, y_pred: Tensor) -> bool:
     """Whether a loss makes another value of an example beside other ones.
 
     That is tried with numbers made up, in a thread of its own: a program may be
-    traced here, which is so for one thread.
+    traced here, which is so for one thread. Where an example has more than
+    `MOST_NUMBERS` it is not tried.
 
     Args:
         loss: `keras.losses.Loss`.
         y_true: tensor of targets, of which the shape counts.
         y_pred: the same of predictions.
     """
-    shapes = [tuple(tensor.shape) for tensor in (y_true, y_pred)]
+    shapes = [
+        [_length(length) for length in tensor.shape[1:]]
+        for tensor in (y_true, y_pred)
+    ]
+    if max(map(math.prod, shapes)) > MOST_NUMBERS:
+        return False
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(_is_coupled, loss, shapes).result()
 
 
-def _is_coupled(loss: Any, shapes: list[tuple[int | None, ...]]) -> bool:
+MOST_NUMBERS = 2**18
+"""With more of them in an example a trial would take a second or more."""
+
+
+def _is_coupled(loss: Any, shapes: list[list[int]]) -> bool:
     """Whether f(A, B) + f(C, D) is not f(A, D) + f(C, B), as for a sum."""
     rng = np.random.default_rng(0)
     with contextlib.suppress(Exception), Scratch([]):
+        loss = _copy_of(loss)
         for make in (np.asarray, np.round):  # probabilities; labels or a mask
-            groups = [
+            a, b, c, d = (
                 [
-                    make(rng.uniform(0.05, 0.95, [2, *map(_length, shape[1:])]))
-                    for shape in shapes
+                    turn(rng.uniform(0.05, 0.95, [2, *shape])).astype("float32")
+                    for turn, shape in zip(
+                        (make, np.asarray), shapes, strict=True
+                    )
                 ]
                 for _ in range(4)
-            ]
-            a, b, c, d = groups
-            pairs = ((a, b), (c, d), (a, d), (c, b), (a, b))
-            one, other, crossed, too, again = (
-                _total(loss, *pair) for pair in pairs
             )
+            pairs = (a, b), (c, d), (a, d), (c, b)
+            one, other, crossed, too = (_total(loss, *pair) for pair in pairs)
             difference = abs(one + other - crossed - too)
             size = max(map(abs, (one, other, crossed, too)))
             # Where it draws, it is another one again.
-            if one == again and difference > 1e-4 * size:
+            if difference > 1e-4 * size and one == _total(loss, a, b):
                 return True
     return False
+
+
+def _copy_of(loss: Any) -> Any:
+    """Copy a loss with the numbers that it keeps, for others to change.
+
+    Those in variables of Keras stay the same ones: what is written to them in a
+    `Scratch` is forgotten.
+    """
+    copied = object.__new__(type(loss))
+    vars(copied).update(tree.map_structure(_copy_of_leaf, vars(loss)))
+    return copied
+
+
+def _copy_of_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, keras.losses.Loss):
+        return _copy_of(leaf)
+    is_ours = isinstance(leaf, keras.Variable) or not hasattr(leaf, "__array__")
+    return leaf if is_ours else copy.deepcopy(leaf)
 
 
 def _total(

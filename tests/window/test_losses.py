@@ -14,12 +14,8 @@ from accumtrainer.keras_api import (
     ops,
 )
 from accumtrainer.window.added_losses import AddedLosses
-from accumtrainer.window.losses import (
-    CompiledLoss,
-    WeightedLoss,
-    count_samples,
-    measure,
-)
+from accumtrainer.window.compiled_losses import CompiledLoss
+from accumtrainer.window.losses import WeightedLoss, count_samples, measure
 
 layers, losses = keras.layers, keras.losses
 
@@ -191,9 +187,27 @@ def test_sample_weights_matter_only_to_the_mean_by_weight(
 # Losses nobody can weigh.
 
 
-def test_loss_without_reduction_is_refused():
-    with pytest.raises(ValueError, match="must have a reduction"):
-        measure(mse("none"), TRUE, PRED)
+class OfRows(losses.Loss):
+    """Has a call of its own that leaves a number for each row."""
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return ops.sum(ops.square(y_true - y_pred), axis=-1)
+
+
+@pytest.mark.parametrize("loss", [mse("none"), mse(None), OfRows()])
+def test_loss_without_reduction_is_refused(loss):
+    with pytest.raises(ValueError, match=r"a reduction.* of shape \(4,\)"):
+        measure(loss, TRUE, PRED)
+
+
+def test_loss_without_reduction_may_reduce_by_itself():
+    class Reduced(losses.Loss):
+        def call(self, y_true, y_pred):
+            return ops.mean(ops.square(y_true - y_pred))
+
+    loss = measure(Reduced(reduction="none"), TRUE, PRED)
+    assert not isinstance(loss, WeightedLoss)
+    assert float(loss.value) == pytest.approx(30 / 4)
 
 
 def test_function_that_reduces_by_itself_gives_a_bare_scalar():

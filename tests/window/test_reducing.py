@@ -10,7 +10,11 @@ import pytest
 
 from accumtrainer import Accumulation, Trainer
 from accumtrainer.callbacks import GradientAccumulation
-from accumtrainer.keras_api import KERAS_NAME, keras, ops
+from accumtrainer.keras_api import BACKEND, KERAS_NAME, keras, ops
+from accumtrainer.window.reducing import MOST_NUMBERS, couples_examples
+
+if BACKEND == "tensorflow":
+    import tensorflow as tf
 
 pytestmark = pytest.mark.usefixtures("without_xla")
 
@@ -270,3 +274,77 @@ def test_outputs_of_one_axis_with_weights_are_refused():
         trainer.fit(
             X, Y[:, 0], 12, sample_weight=weights, shuffle=False, verbose=0
         )
+
+
+class Noting(keras.losses.Loss):
+    """Notes the shapes that it is called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def call(self, y_true, y_pred):
+        self.shapes.append(tuple(y_true.shape))
+        return ops.mean(ops.square(y_true - y_pred), axis=-1)
+
+
+class Annealed(Noting):
+    """Counts calls in a variable of the backend, of which Keras knows none."""
+
+    def __init__(self):
+        super().__init__()
+        if BACKEND == "tensorflow":
+            self.step = tf.Variable(0)
+
+    def call(self, y_true, y_pred):
+        if BACKEND == "tensorflow":
+            self.step.assign_add(1)
+        return super().call(y_true, y_pred)
+
+
+def test_what_a_loss_keeps_is_not_changed_by_a_trial():
+    loss = Annealed()
+    make_trainer(loss).fit(X, Y, batch_size=24, verbose=0)
+    assert {shape[0] for shape in loss.shapes} <= {6, 12, None}
+    if BACKEND == "tensorflow":
+        assert int(loss.step) == 4
+
+
+def test_losses_of_many_numbers_are_not_tried():
+    loss = Noting()
+    rows = np.broadcast_to(np.float32(0), [1, MOST_NUMBERS + 1])
+    assert not couples_examples(loss, rows, rows[:, :1])
+    assert not loss.shapes
+
+
+def test_loss_of_a_nested_output_is_exact():
+    def of_both(y, p):
+        errors = [ops.square(y[key] - p[key]) for key in ("one", "two")]
+        return sum(ops.mean(error, axis=-1) for error in errors)
+
+    def make():
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input([5])
+        one, two = (keras.layers.Dense(3)(inputs) for _ in range(2))
+        model = keras.Model(inputs, {"out": {"one": one, "two": two}})
+        model.compile(keras.optimizers.SGD(0.1), {"out": of_both})
+        return model
+
+    targets = {"out": {"one": Y, "two": 2 * Y}}
+    model, expected = make(), make()
+    trainer = Trainer(model, accumulation=Accumulation(micro_batch_size=6))
+    trainer.fit(X, targets, batch_size=24, verbose=0)
+    expected.train_on_batch(X, targets)
+    for one, other in zip(model.weights, expected.weights, strict=True):
+        one, other = map(ops.convert_to_numpy, (one, other))
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_first_of_two_outputs_with_one_loss_may_pair_examples():
+    inputs = keras.Input([5])
+    pairs = pairing_model()(inputs)
+    model = keras.Model(inputs, [pairs, keras.layers.Dense(3)(inputs)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    trainer = Trainer(model, accumulation=Accumulation(micro_batch_size=6))
+    with pytest.raises(ValueError, match="pair examples"):
+        trainer.fit(X, [Y[:, :1], Y], batch_size=24, verbose=0)
