@@ -42,7 +42,7 @@ def refusal_of_train_step(model: Model) -> str:
         )
     remedy = errors.REPLACED_BY_HOOKS.format(model=name)
     step = _read(model)
-    descent = None if step is None else _find_descent(step)
+    descent = None if step is None else _find_descent(step, model)
     if descent is not None:
         hook = descent.as_hook(_IntoHook(overrides(model, "compute_loss")))
         if descent.is_of_keras:
@@ -189,11 +189,12 @@ def _leaves_losses_out(model: Model, step: ast.FunctionDef) -> bool:
     return has_losses and not re.search(named, ast.unparse(step))
 
 
-def _find_descent(step: ast.FunctionDef) -> _Descent | None:
+def _find_descent(step: ast.FunctionDef, model: Model) -> _Descent | None:
     """Find what a method descends, `None` if it does anything else."""
+    body = [_longest_unpacking(s, step.args.args[-1].arg) for s in step.body]
     tapes = [
         statement
-        for statement in step.body
+        for statement in body
         if isinstance(statement, ast.With)
         and "GradientTape" in ast.unparse(statement.items[0])
     ]
@@ -203,8 +204,8 @@ def _find_descent(step: ast.FunctionDef) -> _Descent | None:
     if not len(tapes) == len(taken) == len(applied) == 1:
         return None
     loss, variables = (taken[0].args + [None, None])[:2]
-    before = step.body[: step.body.index(tapes[0])]
-    after = step.body[step.body.index(tapes[0]) + 1 :]
+    before = body[: body.index(tapes[0])]
+    after = body[body.index(tapes[0]) + 1 :]
     if not isinstance(loss, ast.Name) or not _are_all(variables, after):
         return None
     if not all(_is_expected(statement) for statement in after):
@@ -215,7 +216,7 @@ def _find_descent(step: ast.FunctionDef) -> _Descent | None:
         isinstance(node, branches) for s in statements for node in ast.walk(s)
     )
     calls_of_metrics = [*before, *tapes[0].body, *after]
-    statements += [s for s in calls_of_metrics if _updates(s, loss.id)]
+    statements += [s for s in calls_of_metrics if _updates(s, loss.id, model)]
     is_known = any(loss.id in _stored_in(s) for s in statements)
     names_losses = any("self.losses" in ast.unparse(s) for s in statements)
     if has_branches or names_losses or not is_known:
@@ -224,6 +225,26 @@ def _find_descent(step: ast.FunctionDef) -> _Descent | None:
     if len(arguments) != 2 or not _takes_in_whole(statements, arguments[-1]):
         return None
     return _Descent(arguments[-1], statements, loss.id)
+
+
+def _longest_unpacking(statement: ast.stmt, data: str) -> ast.stmt:
+    """Return the longest of the ways in which data are taken apart by length.
+
+    Any other statement is returned as it is.
+    """
+    is_choice = isinstance(statement, ast.If)
+    if not is_choice or not ast.unparse(statement.test).startswith(
+        f"len({data})"
+    ):
+        return statement
+    ways = [
+        s if isinstance(s, ast.Assign) else _longest_unpacking(s, data)
+        for s in (*statement.body, *statement.orelse)
+    ]
+    given = [ast.unparse(s.value) for s in ways if isinstance(s, ast.Assign)]
+    if len(given) < len(ways) or not {*given} <= {data, "None"}:
+        return statement
+    return max(ways, key=lambda way: len(_stored_in(way)))
 
 
 def _takes_in_whole(statements: list[ast.stmt], data: str) -> bool:
@@ -289,8 +310,8 @@ def _is_idle(statement: ast.stmt) -> bool:
     )
 
 
-def _updates(statement: ast.stmt, loss: str) -> bool:
-    """Tell whether a statement updates metrics by more than the loss."""
+def _updates(statement: ast.stmt, loss: str, model: Model) -> bool:
+    """Tell whether a statement updates metrics but that named `"loss"`."""
     if isinstance(statement, ast.For):
         return _is_expected(statement) and "update_state" in ast.unparse(
             statement
@@ -299,7 +320,10 @@ def _updates(statement: ast.stmt, loss: str) -> bool:
     if not isinstance(statement, ast.Expr) or not isinstance(value, ast.Call):
         return False
     given = [ast.unparse(argument) for argument in value.args]
-    return _name(value) == "update_state" and given != [loss]
+    metric, _, method = ast.unparse(value.func).rpartition(".")
+    known = getattr(model, metric.removeprefix("self."), None)
+    is_logged = given == [loss] and getattr(known, "name", None) == "loss"
+    return method == "update_state" and not is_logged
 
 
 def _name(call: ast.Call) -> str:
