@@ -79,6 +79,7 @@ __all__ = [
     "check_replica_support",
     "call_predict_step",
     "check_support",
+    "compiled_metrics",
     "compile_losses",
     "compiled_arguments",
     "copy_mask",
@@ -302,6 +303,15 @@ def take_initial_epoch(model: Model) -> int | None:
     if epoch:
         model._initial_epoch = None
     return epoch or None
+
+
+def compiled_metrics(model: Model) -> list[Metric]:
+    """List the metric that holds those given to `compile`, if it is there.
+
+    The `metrics` of a model may leave it out; it is updated all the same.
+    """
+    compiled = getattr(model, "_compile_metrics", None)
+    return [] if compiled is None else [compiled]
 
 
 def read_metrics(model: Model, leaving_out: list[Metric]) -> dict[str, Any]:

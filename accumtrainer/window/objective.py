@@ -11,6 +11,7 @@ import numpy as np
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch, map_leaves
 from accumtrainer.keras_api import (
+    compiled_metrics,
     keras,
     leaf_names,
     noting_activity,
@@ -410,10 +411,8 @@ def _stack(scalars: list[Tensor]) -> Tensor:
 
 def metric_variables(model: Model) -> list[Variable]:
     """List the variables behind the model's metrics."""
-    variables = []
-    for metric in model.metrics:
-        variables.extend(metric.variables)
-    return unique(variables)
+    metrics = [*model.metrics, *compiled_metrics(model)]
+    return unique(v for metric in metrics for v in metric.variables)
 
 
 def unique(variables: Iterable[Variable]) -> list[Variable]:

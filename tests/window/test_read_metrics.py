@@ -58,8 +58,8 @@ class Subclassed(keras.Model):
 
 def make_model(kind=keras.Model):
     keras.utils.set_random_seed(4)
-    if kind is Subclassed:
-        model = Subclassed()
+    if issubclass(kind, Subclassed):
+        model = kind()
     else:
         x = keras.Input([4])
         outputs = {name: layers.Dense(2, name=name)(x) for name in Y}
@@ -179,3 +179,27 @@ def test_losses_of_a_hook_are_told_whatever_the_model_leaves_out():
     history = trainer.fit(X, Y, 6, validation_data=(X, Y), **ORDER).history
     for name in ("loss", "rec", "kl", "error"):
         assert name in history and f"val_{name}" in history
+
+
+class ListsItsOwn(Subclassed):
+    """Lists a metric of its own, and none of those given to `compile`."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = keras.metrics.Mean(name="seen")
+
+    @property
+    def metrics(self):
+        return [self.seen]
+
+
+@both
+def test_compiled_metrics_may_be_left_out_of_the_list_of_a_model(train):
+    models = [make_model(kind) for kind in (Subclassed, ListsItsOwn)]
+    for model in models:
+        options = {"jit_compile": False, "metrics": {"a": ["mae"]}}
+        losses = {"a": "mse", "b": "mae"}
+        model.compile(keras.optimizers.SGD(0.1), losses, **options)
+    histories = [train(model, epochs=2) for model in models]
+    assert "a_mae" in histories[0] and "a_mae" not in histories[1]
+    np.testing.assert_allclose(histories[0]["loss"], histories[1]["loss"], 1e-6)
