@@ -240,7 +240,8 @@ REPLACED_BY_A_LOSS = """Remove it, and use {model}Trainer instead of Trainer:
 """
 
 OF_A_MEAN = (
-    "where the second part of WeightedLoss is what the loss was averaged over."
+    "where the second part of WeightedLoss is what the loss was averaged over. "
+    "One that compares examples with each other is for a WindowLossTrainer."
 )
 
 OF_A_SUM = (
@@ -262,7 +263,8 @@ REPLACED_BY_HOOKS = """Remove it, and let hooks do what it does:
         def after_apply(self, info):
             ...  # what follows the optimizer, such as a moving average
 
-Two optimizers of two models are two Trainers in turns."""
+Two optimizers of two models are two Trainers in turns. A loss that compares
+examples with each other is for a WindowLossTrainer."""
 
 LOSSES_LEFT_OUT = (
     " It leaves out what regularizers and add_loss give, which a Trainer adds "

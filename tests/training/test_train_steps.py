@@ -378,6 +378,7 @@ def test_hook_leaves_out_what_a_trainer_does_by_itself():
         in message
     )
     assert "Its test_step may go too" in message
+    assert "is for a WindowLossTrainer" in message
 
 
 def test_hook_sums_a_loss_of_keras_that_has_a_value_per_example():
