@@ -174,6 +174,20 @@ def with_noise(gradients, variables, noise, at_zeros):
     return result
 
 
+def round_weights(model, noise):
+    """Round weights otherwise, by a tenth of what gradients are.
+
+    Of outputs whose terms cancel, as many digits are noise as are lost: a loss
+    of their direction alone has other gradients then.
+    """
+    rng = np.random.default_rng(round(abs(noise) * 1e8))
+    for variable in model.variables if noise else ():
+        if keras.backend.standardize_dtype(variable.dtype) == "float32":
+            signs = rng.choice([-1.0, 1.0], variable.shape)
+            value = keras.ops.convert_to_numpy(variable.value)
+            variable.assign(value * (1 + 0.1 * noise * signs).astype("float32"))
+
+
 def arrays(batches):
     """Give `fit` arrays that it cuts into these batches again."""
     x, y, *weights = join(batches)

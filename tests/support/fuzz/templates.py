@@ -135,6 +135,7 @@ def train_by_keras(noise=0.0):
     keras.utils.set_random_seed(SEED)
     model = {prepare}(make_model())
     initial[:] = model.get_weights()
+    round_weights(model, noise)
     optimizer = with_dense_gradients(make_optimizer(), noise)
     # Built in a traced step, as `fit` does it on TensorFlow, ScheduleFreeAdamW
     # of Keras 3.15 takes all weights for zeros.
