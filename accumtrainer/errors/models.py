@@ -309,8 +309,8 @@ FROZEN_AMID_WINDOW = (
 COMPILED_AMID_WINDOW = (
     "A model must be compiled again, get another optimizer, or have its train "
     "function made again between updates, since a window adds up the gradients "
-    "of one model. Received: such a change after {batches} batches of a window. "
-    "Make it when an epoch begins or ends, or in on_train_batch_end of a "
+    "of one model. Received: such a change after {batches} batches of a window."
+    " Make it when an epoch begins or ends, or in on_train_batch_end of a "
     "window's last batch; in on_train_batch_begin by a callback that is listed "
     "before GradientAccumulation."
 )

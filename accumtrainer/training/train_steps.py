@@ -232,10 +232,9 @@ def _longest_unpacking(statement: ast.stmt, data: str) -> ast.stmt:
 
     Any other statement is returned as it is.
     """
-    is_choice = isinstance(statement, ast.If)
-    if not is_choice or not ast.unparse(statement.test).startswith(
-        f"len({data})"
-    ):
+    if not isinstance(statement, ast.If):
+        return statement
+    if not ast.unparse(statement.test).startswith(f"len({data})"):
         return statement
     ways = [
         s if isinstance(s, ast.Assign) else _longest_unpacking(s, data)

@@ -70,13 +70,11 @@ def _is_coupled(loss: Any, shapes: list[list[int]]) -> bool:
     rng = np.random.default_rng(0)
     with contextlib.suppress(Exception), Scratch([]):
         loss = _copy_of(loss)
-        for make in (np.asarray, np.round):  # probabilities; labels or a mask
+        for digits in (9, 0):  # targets are probabilities; labels or a mask
             a, b, c, d = (
                 [
-                    turn(rng.uniform(0.05, 0.95, [2, *shape])).astype("float32")
-                    for turn, shape in zip(
-                        (make, np.asarray), shapes, strict=True
-                    )
+                    np.round(rng.uniform(0.05, 0.95, [2, *shape]), decimals)
+                    for shape, decimals in zip(shapes, (digits, 9), strict=True)
                 ]
                 for _ in range(4)
             )
