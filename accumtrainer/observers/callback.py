@@ -44,9 +44,9 @@ HOOKS = (
 CALLED = tuple(
     name
     for name in vars(keras.callbacks.Callback)
-    if name.startswith("on_") or name in ("set_model", "set_params")
+    if name.startswith(("on_train", "on_test", "on_epoch", "set_"))
 )
-"""What Keras calls of any callback."""
+"""What Keras calls of a callback that `fit` is given."""
 
 
 class Callback(keras.callbacks.Callback):
@@ -224,7 +224,7 @@ def check_callback(callback: Any) -> None:
     """Refuse what is not a callback, or is a Trainer's method in disguise.
 
     Raises:
-        TypeError: if it has not all hooks of a `keras.callbacks.Callback`.
+        TypeError: if it lacks hooks of a `keras.callbacks.Callback`.
         ValueError: if one of its hooks takes what a Trainer's hook takes.
     """
     if isinstance(callback, type):
@@ -236,9 +236,10 @@ def check_callback(callback: Any) -> None:
     # Keras asks for no more of a class that is not derived from its own.
     if not all(callable(getattr(callback, name, None)) for name in CALLED):
         raise TypeError(
-            "callbacks must hold keras.callbacks.Callback objects. Received: "
-            f"{callback!r} of type {type(callback).__name__}. Derive its class "
-            "from accumtrainer.Callback, or wrap a function in "
+            "callbacks must hold keras.callbacks.Callback objects, or others "
+            f"with all their hooks. Received: {callback!r} of type "
+            f"{type(callback).__name__}. Derive its class from "
+            "accumtrainer.Callback, or wrap a function in "
             "keras.callbacks.LambdaCallback."
         )
     for hook in WINDOW_HOOKS:

@@ -227,9 +227,8 @@ def is_of_others(callback: Any, name: str) -> bool:
     It may be what somebody has given to a callback of Keras's, as the schedule
     of a `LearningRateScheduler`.
     """
-    kept = [
-        v for v in vars(callback).values() if not isinstance(v, keras.Model)
-    ]
+    attributes = getattr(callback, "__dict__", {})
+    kept = [v for v in attributes.values() if not isinstance(v, keras.Model)]
     given = (v.func if isinstance(v, functools.partial) else v for v in kept)
     codes = (type(callback), getattr(callback, name), *filter(callable, given))
     return any(

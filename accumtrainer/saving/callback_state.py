@@ -170,7 +170,7 @@ def _written(callback: Any) -> dict[str, Any]:
     """Write the attributes: `None` for one that cannot be saved."""
     return {
         name: _fingerprint(value, name)
-        for name, value in vars(callback).items()
+        for name, value in getattr(callback, "__dict__", {}).items()
         if name not in GIVEN
     }
 

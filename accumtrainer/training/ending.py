@@ -38,7 +38,8 @@ class Ending:
         """Make one of what `get_state` returned."""
         return cls(
             is_counted=state["is_counted"],
-            is_complete=state["is_complete"],
+            # Older checkpoints do not say.
+            is_complete=state.get("is_complete", False),
             told=states.of_keys(state["told"]),
             logs=dict(state["logs"]),
         )

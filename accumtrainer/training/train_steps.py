@@ -44,7 +44,7 @@ def refusal_of_train_step(model: Model) -> str:
     step = _read(model)
     descent = None if step is None else _find_descent(step, model)
     if descent is not None:
-        hook = descent.as_hook(_IntoHook(overrides(model, "compute_loss")))
+        hook = descent.as_hook()
         if descent.is_of_keras:
             remedy = errors.REPLACED_BY_COMPILED_LOSS
         elif len(hook) <= MOST_LINES:
@@ -147,17 +147,13 @@ class _Descent:
             value if len(given) == 1 and isinstance(value, ast.Call) else None
         )
 
-    def as_hook(self, turn: ast.NodeTransformer) -> list[str]:
-        """Write the lines of `compute_loss`, list of str.
-
-        Args:
-            turn: makes of a statement that of a hook.
-        """
+    def as_hook(self) -> list[str]:
+        """Write the lines of `compute_loss`, list of str."""
         lines, counted, is_read = [], "batch.x", False
         for statement in self.statements:
             target = self._unpacked_into(statement)
             if target is None:
-                moved = turn.visit(copy.deepcopy(statement))
+                moved = _IntoHook().visit(copy.deepcopy(statement))
                 lines.extend(ast.unparse(moved).splitlines())
                 is_read = is_read or self.data in _read_in(moved)
                 continue
@@ -167,6 +163,9 @@ class _Descent:
             counted = next(iter(_stored_in(parts[0])), counted)
         if is_read:
             lines.insert(0, f"{self.data} = batch.x")
+        if any("self.compute_loss(" in ast.unparse(s) for s in self.statements):
+            # They may be in it, by whatever factor: a Trainer adds them anyway.
+            lines.append(f"{self.loss} -= sum(map(ops.sum, self.model.losses))")
         loss, count = self.loss, f"ops.shape({counted})[0]"
         if self.is_sum:
             loss, count = f"ops.sum({loss})", "None"
@@ -191,7 +190,11 @@ def _leaves_losses_out(model: Model, step: ast.FunctionDef) -> bool:
 
 def _find_descent(step: ast.FunctionDef, model: Model) -> _Descent | None:
     """Find what a method descends, `None` if it does anything else."""
-    body = [_longest_unpacking(s, step.args.args[-1].arg) for s in step.body]
+    arguments = [argument.arg for argument in step.args.args]
+    if len(arguments) != 2:
+        return None
+    data = arguments[-1]
+    body = [_longest_unpacking(s, data) for s in step.body]
     tapes = [
         statement
         for statement in body
@@ -221,10 +224,9 @@ def _find_descent(step: ast.FunctionDef, model: Model) -> _Descent | None:
     names_losses = any("self.losses" in ast.unparse(s) for s in statements)
     if has_branches or names_losses or not is_known:
         return None
-    arguments = [argument.arg for argument in step.args.args]
-    if len(arguments) != 2 or not _takes_in_whole(statements, arguments[-1]):
+    if not _takes_in_whole(statements, data):
         return None
-    return _Descent(arguments[-1], statements, loss.id)
+    return _Descent(data, statements, loss.id)
 
 
 def _longest_unpacking(statement: ast.stmt, data: str) -> ast.stmt:
@@ -243,7 +245,13 @@ def _longest_unpacking(statement: ast.stmt, data: str) -> ast.stmt:
     given = [ast.unparse(s.value) for s in ways if isinstance(s, ast.Assign)]
     if len(given) < len(ways) or not {*given} <= {data, "None"}:
         return statement
-    return max(ways, key=lambda way: len(_stored_in(way)))
+    return max(ways, key=_count_of_parts)
+
+
+def _count_of_parts(statement: ast.stmt) -> int:
+    """Count what a statement assigns to, side by side."""
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+    return len(getattr(target, "elts", ()))
 
 
 def _takes_in_whole(statements: list[ast.stmt], data: str) -> bool:
@@ -346,27 +354,11 @@ def _read_in(node: ast.AST) -> list[str]:
 
 
 class _IntoHook(ast.NodeTransformer):
-    """Makes of what a model says what its Trainer says.
-
-    Args:
-        has_own_loss: whether `compute_loss` is the model's own.
-    """
-
-    def __init__(self, has_own_loss: bool):
-        self._has_own_loss = has_own_loss
+    """Makes of what a model says what its Trainer says."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         is_self = node.id == "self"
         return ast.Attribute(node, "model", node.ctx) if is_self else node
-
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        """Leave out of Keras's loss what a Trainer adds by itself."""
-        is_loss = ast.unparse(node.func) == "self.compute_loss"
-        self.generic_visit(node)
-        if not is_loss or self._has_own_loss:
-            return node
-        added = ast.parse("sum(self.model.losses)", mode="eval").body
-        return ast.BinOp(node, ast.Sub(), added)
 
     def visit_keyword(self, node: ast.keyword) -> ast.keyword:
         """Ask the hook's own `info` whether this is training."""

@@ -198,8 +198,6 @@ class _Measuring(keras.losses.Loss):
 
     def _find_flaw(self, loss: Any, y_true: Tensor, y_pred: Tensor) -> str:
         """Say why nobody knows what it was divided by, "" if it is known."""
-        if tree.is_nested(y_true) or tree.is_nested(y_pred):
-            return ""
         if reduces_examples(loss, y_true, y_pred):
             return errors.REDUCED_LOSS
         if self._is_of_keras(y_true, y_pred):

@@ -8,30 +8,34 @@ nothing about what it was averaged over.
 import contextlib
 import copy
 import math
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from accumtrainer.keras_api import keras, ops, tree
-from accumtrainer.keras_api.types import Tensor
+from accumtrainer.keras_api.types import Nest, Tensor
 from accumtrainer.window.state import Scratch
 
 
-def reduces_examples(loss: Any, y_true: Tensor, y_pred: Tensor) -> bool:
+def reduces_examples(loss: Any, y_true: Nest, y_pred: Nest) -> bool:
     """Whether a loss has other than twice as many values of twice the data.
 
     Args:
         loss: `keras.losses.Loss`.
-        y_true: tensor of targets.
-        y_pred: tensor of predictions.
+        y_true: tensor of targets, or nest of such.
+        y_pred: the same of predictions.
     """
     # Whether it can be computed is found out where it is used; what it draws or
     # assigns here does not count.
-    with contextlib.suppress(Exception), Scratch([]):
+    with contextlib.suppress(Exception), Scratch([]), _changing_copies(loss):
         # Copies, as a loss may change what it is given in place.
-        once = [ops.copy(ops.cast(t, loss.dtype)) for t in (y_true, y_pred)]
-        twice = [ops.concatenate([tensor, tensor]) for tensor in once]
+        once = tree.map_structure(
+            lambda tensor: ops.copy(ops.cast(tensor, loss.dtype)),
+            [y_true, y_pred],
+        )
+        twice = tree.map_structure(lambda t: ops.concatenate([t, t]), once)
         shapes = [tuple(loss.call(*given).shape) for given in (once, twice)]
         if None not in (*shapes[0], *shapes[1]):
             count, count_of_twice = map(math.prod, shapes)
@@ -39,7 +43,11 @@ def reduces_examples(loss: Any, y_true: Tensor, y_pred: Tensor) -> bool:
     return False
 
 
-def couples_examples(loss: Any, y_true: Tensor, y_pred: Tensor) -> bool:
+MOST_NUMBERS = 2**18
+"""With more of them in an example a trial would take a second or more."""
+
+
+def couples_examples(loss: Any, y_true: Nest, y_pred: Nest) -> bool:
     """Whether a loss makes another value of an example beside other ones.
 
     That is tried with numbers made up, in a thread of its own: a program may be
@@ -48,34 +56,34 @@ def couples_examples(loss: Any, y_true: Tensor, y_pred: Tensor) -> bool:
 
     Args:
         loss: `keras.losses.Loss`.
-        y_true: tensor of targets, of which the shape counts.
+        y_true: tensor of targets, of which the shape counts, or nest of such.
         y_pred: the same of predictions.
     """
-    shapes = [
-        [_length(length) for length in tensor.shape[1:]]
-        for tensor in (y_true, y_pred)
+    counts = [
+        math.prod(_lengths(tensor)) for tensor in tree.flatten([y_true, y_pred])
     ]
-    if max(map(math.prod, shapes)) > MOST_NUMBERS:
+    if max(counts) > MOST_NUMBERS:
         return False
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_is_coupled, loss, shapes).result()
+        return pool.submit(_is_coupled, loss, y_true, y_pred).result()
 
 
-MOST_NUMBERS = 2**18
-"""With more of them in an example a trial would take a second or more."""
-
-
-def _is_coupled(loss: Any, shapes: list[list[int]]) -> bool:
+def _is_coupled(loss: Any, y_true: Nest, y_pred: Nest) -> bool:
     """Whether f(A, B) + f(C, D) is not f(A, D) + f(C, B), as for a sum."""
     rng = np.random.default_rng(0)
-    with contextlib.suppress(Exception), Scratch([]):
-        loss = _copy_of(loss)
+
+    def rows_like(nest: Nest, digits: int) -> Nest:
+        return tree.map_structure(
+            lambda tensor: np.round(
+                rng.uniform(0.05, 0.95, [2, *_lengths(tensor)]), digits
+            ),
+            nest,
+        )
+
+    with contextlib.suppress(Exception), Scratch([]), _changing_copies(loss):
         for digits in (9, 0):  # targets are probabilities; labels or a mask
             a, b, c, d = (
-                [
-                    np.round(rng.uniform(0.05, 0.95, [2, *shape]), decimals)
-                    for shape, decimals in zip(shapes, (digits, 9), strict=True)
-                ]
+                [rows_like(y_true, digits), rows_like(y_pred, 9)]
                 for _ in range(4)
             )
             pairs = (a, b), (c, d), (a, d), (c, b)
@@ -88,35 +96,56 @@ def _is_coupled(loss: Any, shapes: list[list[int]]) -> bool:
     return False
 
 
-def _copy_of(loss: Any) -> Any:
-    """Copy a loss with the numbers that it keeps, for others to change.
+@contextlib.contextmanager
+def _changing_copies(loss: Any) -> Iterator[None]:
+    """Make a scope in which a loss changes copies of the numbers it keeps.
 
     Those in variables of Keras stay the same ones: what is written to them in a
     `Scratch` is forgotten.
     """
-    copied = object.__new__(type(loss))
-    vars(copied).update(tree.map_structure(_copy_of_leaf, vars(loss)))
-    return copied
+    kept = [(one, dict(vars(one))) for one in _losses_in(loss, {})]
+    for one, attributes in kept:
+        for name, value in attributes.items():
+            with contextlib.suppress(Exception):  # what cannot be copied stays
+                vars(one)[name] = tree.map_structure(_copy_of_leaf, value)
+    try:
+        yield
+    finally:
+        for one, attributes in kept:
+            vars(one).clear()
+            vars(one).update(attributes)
+
+
+def _losses_in(loss: Any, known: dict[int, Any]) -> list[Any]:
+    """List a loss, and those that it keeps."""
+    known[id(loss)] = loss
+    for value in vars(loss).values():
+        with contextlib.suppress(Exception):
+            for leaf in tree.flatten(value):
+                is_loss = isinstance(leaf, keras.losses.Loss)
+                if is_loss and id(leaf) not in known:
+                    _losses_in(leaf, known)
+    return list(known.values())
 
 
 def _copy_of_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, keras.losses.Loss):
-        return _copy_of(leaf)
     is_ours = isinstance(leaf, keras.Variable) or not hasattr(leaf, "__array__")
     return leaf if is_ours else copy.deepcopy(leaf)
 
 
-def _total(
-    loss: Any, rows: list[np.ndarray], beside: list[np.ndarray]
-) -> float:
+def _total(loss: Any, rows: list[Nest], beside: list[Nest]) -> float:
     """Add up the values of some rows beside others."""
-    given = [
-        ops.convert_to_tensor(np.concatenate(pair), dtype=loss.dtype)
-        for pair in zip(rows, beside, strict=True)
-    ]
+    given = tree.map_structure(
+        lambda *pair: ops.convert_to_tensor(
+            np.concatenate(pair), dtype=loss.dtype
+        ),
+        rows,
+        beside,
+    )
     values = ops.convert_to_numpy(ops.cast(loss.call(*given), "float32"))
     return float(np.sum(values, dtype="float64"))
 
 
-def _length(length: int | None) -> int:
-    return 3 if length is None else length
+def _lengths(tensor: Tensor) -> list[int]:
+    """List the sizes of the axes of an example, 3 where one is open."""
+    return [3 if length is None else length for length in tensor.shape[1:]]

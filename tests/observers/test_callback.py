@@ -10,6 +10,7 @@ from accumtrainer.keras_api import keras
 from accumtrainer.observers.callback import HOOKS, Callback
 from accumtrainer.observers.dispatcher import Dispatcher
 from accumtrainer.observers.logs import Logs
+from accumtrainer.saving.callback_state import CallbackStates
 
 pytestmark = pytest.mark.any_backend
 
@@ -105,6 +106,8 @@ def test_what_is_not_a_callback_is_refused(stranger):
 class OfNobody:
     """Has all hooks, though no class of Keras's."""
 
+    __slots__ = ("_called",)
+
     def __init__(self, called):
         self._called = called
 
@@ -116,8 +119,10 @@ class OfNobody:
 
 def test_callback_may_have_all_hooks_without_a_class_of_keras():
     called = []
-    with make_dispatcher([OfNobody(called)]).training() as dispatcher:
+    callback = OfNobody(called)
+    with make_dispatcher([callback]).training() as dispatcher:
         dispatcher.call("on_epoch_end", 0, {"loss": 1.0})
+        assert CallbackStates([callback]).get() is not None
     hooks = ["on_train_begin", "on_epoch_end", "on_train_end"]
     assert called == ["set_model", "set_params", *hooks]
 

@@ -136,7 +136,21 @@ class ByRank(keras.losses.Loss):
         return values * ops.cast(ranks, values.dtype)
 
 
-@pytest.mark.parametrize("loss", [by_mean_of_mask, by_largest, ByRank()])
+class KeepsLast(ByRank):
+    """Keeps what cannot be copied, and what leads back to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.partners = [self]
+
+    def call(self, y_true, y_pred):
+        self.last = super().call(y_true, y_pred)
+        return self.last
+
+
+@pytest.mark.parametrize(
+    "loss", [by_mean_of_mask, by_largest, ByRank(), KeepsLast()]
+)
 def test_values_that_depend_on_other_examples_are_refused(loss):
     with pytest.raises(ValueError, match="depends on the others") as caught:
         make_trainer(loss).fit(X, Y, batch_size=24, verbose=0)
@@ -317,22 +331,32 @@ def test_losses_of_many_numbers_are_not_tried():
     assert not loss.shapes
 
 
-def test_loss_of_a_nested_output_is_exact():
-    def of_both(y, p):
-        errors = [ops.square(y[key] - p[key]) for key in ("one", "two")]
-        return sum(ops.mean(error, axis=-1) for error in errors)
+def of_both(y, p):
+    errors = [ops.square(y[key] - p[key]) for key in ("one", "two")]
+    return sum(ops.mean(error, axis=-1) for error in errors)
 
+
+def of_both_by_rank(y, p):
+    return of_both(y, p) * ops.max(y["one"])
+
+
+@pytest.mark.parametrize("loss", [of_both, of_both_by_rank])
+def test_loss_of_a_nested_output_is_exact_or_refused(loss):
     def make():
         keras.utils.set_random_seed(0)
         inputs = keras.Input([5])
         one, two = (keras.layers.Dense(3)(inputs) for _ in range(2))
         model = keras.Model(inputs, {"out": {"one": one, "two": two}})
-        model.compile(keras.optimizers.SGD(0.1), {"out": of_both})
+        model.compile(keras.optimizers.SGD(0.1), {"out": loss})
         return model
 
     targets = {"out": {"one": Y, "two": 2 * Y}}
     model, expected = make(), make()
     trainer = Trainer(model, accumulation=Accumulation(micro_batch_size=6))
+    if loss is of_both_by_rank:
+        with pytest.raises(ValueError, match="depends on the others"):
+            trainer.fit(X, targets, batch_size=24, verbose=0)
+        return
     trainer.fit(X, targets, batch_size=24, verbose=0)
     expected.train_on_batch(X, targets)
     for one, other in zip(model.weights, expected.weights, strict=True):
