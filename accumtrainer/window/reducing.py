@@ -59,11 +59,6 @@ def couples_examples(loss: Any, y_true: Nest, y_pred: Nest) -> bool:
         y_true: tensor of targets, of which the shape counts, or nest of such.
         y_pred: the same of predictions.
     """
-    counts = [
-        math.prod(_lengths(tensor)) for tensor in tree.flatten([y_true, y_pred])
-    ]
-    if max(counts) > MOST_NUMBERS:
-        return False
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(_is_coupled, loss, y_true, y_pred).result()
 
@@ -81,6 +76,9 @@ def _is_coupled(loss: Any, y_true: Nest, y_pred: Nest) -> bool:
         )
 
     with contextlib.suppress(Exception), Scratch([]), _changing_copies(loss):
+        tensors = tree.flatten([y_true, y_pred])
+        if max(math.prod(_lengths(t)) for t in tensors) > MOST_NUMBERS:
+            return False
         for digits in (9, 0):  # targets are probabilities; labels or a mask
             a, b, c, d = (
                 [rows_like(y_true, digits), rows_like(y_pred, 9)]
