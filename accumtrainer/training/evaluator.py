@@ -57,6 +57,13 @@ class _Results:
         return self.settle().section("results")
 
 
+def _settle(told: "weakref.ref[_Results] | None") -> None:
+    """Have logs stay what they are that somebody has kept unread."""
+    results = told and told()
+    if results:
+        results.settle()
+
+
 class Evaluator:
     """Runs evaluations and predictions.
 
@@ -129,8 +136,7 @@ class Evaluator:
                 window = self._slice(source, item)
                 if is_first:
                     self._check_text(window.split()[0])
-                if told is not None and (results := told()) is not None:
-                    results.settle()  # somebody has kept these logs unread
+                _settle(told)
                 for batch in window.split():
                     self._step.run(batch, window.samples, is_first=is_first)
                     is_first = False
@@ -143,6 +149,7 @@ class Evaluator:
                 # Otherwise one process could stop while others wait for it.
                 if self._backend.replicas.any(model.stop_evaluating):
                     break
+            _settle(told)
             dispatcher.last_logs = logs = _Results(self._step)()
         return logs
 
