@@ -256,6 +256,8 @@ REPLACED_BY_HOOKS = """Remove it, and let hooks do what it does:
             outputs = self.model(batch.x, training=info.training)
             losses = ...  # of each sample
             return WeightedLoss(ops.mean(losses), ops.shape(losses)[0])
+            # or, where a tape was given losses and so took their sum:
+            # return WeightedLoss(ops.sum(losses), None)
 
         def on_apply(self, gradients, info):
             return gradients  # changed as train_step changes them
