@@ -29,20 +29,27 @@ FOREACH = "_foreach_"
 which it documents them too."""
 
 
-def _operation(name: str, overload: str) -> Any:
+def on_lists(name: str, overload: str) -> Any:
+    """Return an operation of PyTorch on lists of tensors."""
     return getattr(getattr(aten, FOREACH + name), overload)
 
 
-MULTIPLY, DIVIDE = _operation("mul", "List"), _operation("div", "List")
-ADD, ADD_IN_PLACE = _operation("add", "Scalar"), _operation("add_", "Scalar")
-ADD_LIST = _operation("add_", "List")
+MULTIPLY, DIVIDE = (
+    on_lists("mul", "List"),
+    on_lists("div", "List"),
+)
+ADD, ADD_IN_PLACE = (
+    on_lists("add", "Scalar"),
+    on_lists("add_", "Scalar"),
+)
+ADD_LIST = on_lists("add_", "List")
 ADDING = {
-    MULTIPLY: _operation("addcmul_", "Scalar"),
-    DIVIDE: _operation("addcdiv_", "Scalar"),
+    MULTIPLY: on_lists("addcmul_", "Scalar"),
+    DIVIDE: on_lists("addcdiv_", "Scalar"),
 }
 """Operations on two lists, and those that add their results to a third."""
 
-MAKE_NEW = {_operation("sqrt", "default"), MULTIPLY, DIVIDE}
+MAKE_NEW = {on_lists("sqrt", "default"), MULTIPLY, DIVIDE}
 """Operations whose results have memory of their own."""
 
 

@@ -15,6 +15,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from accumtrainer.keras_api.types import Tensor
+from accumtrainer.steps.torch.adam import shorten_adam
 from accumtrainer.steps.torch.changes import (
     changed_by,
     changed_later,
@@ -69,6 +70,8 @@ class Graph:
                 raise ValueError(f"{node.target} is not recorded")
         with without_autocast():  # what is cast was recorded
             _tidy(module)
+        if not compiles:  # the compiler goes through memory once by itself
+            shorten_adam(module.graph)
         *nodes, output = module.graph.nodes
         places = [n for n in nodes if n.op == "placeholder"]
         body = [n for n in nodes if n.op not in ("placeholder", "get_attr")]
