@@ -5,7 +5,8 @@ questions for Keras Core. Each private name stands here with its reason;
 `tests/keras_api/test_keras_api.py` notices when one of them changes.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -118,6 +119,31 @@ def make_metrics_of_losses(model: Model, y: Nest, y_pred: Nest) -> None:
     if compiled is not None and not compiled.built:
         with keras.StatelessScope():  # for those it makes are not to count
             compiled(*_as_paired(y, y_pred))
+
+
+@contextlib.contextmanager
+def losses_weighed_by(model: Model, samples: Tensor) -> Iterator[None]:
+    """Tell the metrics of a model's losses how many samples a batch has.
+
+    Keras weighs the mean of each loss by the length of the output, which is
+    `None` while a program is traced that takes batches of any length: long and
+    short ones would count alike.
+
+    Args:
+        samples: scalar tensor.
+    """
+    compiled = model._compile_loss
+    metrics = [] if compiled is None else [*compiled.metrics]
+    for metric in metrics:
+        update = metric.update_state
+        metric.update_state = lambda value, sample_weight, update=update: (
+            update(value, samples if sample_weight is None else sample_weight)
+        )
+    try:
+        yield
+    finally:
+        for metric in metrics:
+            del metric.update_state
 
 
 def _sort_dicts(nest: Nest) -> Nest:

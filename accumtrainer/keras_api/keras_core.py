@@ -7,6 +7,7 @@ computed rightly here, or refused. `tests/keras_api/test_keras_core.py` holds
 each of these statements to the installed Keras Core.
 """
 
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -143,6 +144,12 @@ def losses_of_layers(model: Model) -> tuple[list[Tensor], list[Tensor]]:
 def make_metrics_of_losses(model: Model, y: Nest, y_pred: Nest) -> None:
     """Leave a model alone, as Keras Core has no metrics of single losses."""
     del model, y, y_pred
+
+
+def losses_weighed_by(model: Model, samples: Tensor) -> Any:
+    """Leave a model alone, as Keras Core has no metrics of single losses."""
+    del model, samples
+    return contextlib.nullcontext()
 
 
 def compile_losses(

@@ -15,6 +15,7 @@ from accumtrainer import errors
 from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import (
     call_predict_step,
+    losses_weighed_by,
     make_metrics_of_losses,
     ops,
     overrides,
@@ -367,10 +368,11 @@ class Hooks:
         given = {"x": x, "y": y, "y_pred": outputs, "sample_weight": weight}
         # Keras gives them by position, Keras Core by name.
         names = inspect.signature(model.compute_loss).parameters
-        if given.keys() <= names.keys():
-            loss = model.compute_loss(**given, **mode)
-        else:
-            loss = model.compute_loss(*given.values(), **mode)
+        with losses_weighed_by(model, count_samples(batch.x)):
+            if given.keys() <= names.keys():
+                loss = model.compute_loss(**given, **mode)
+            else:
+                loss = model.compute_loss(*given.values(), **mode)
         if not isinstance(loss, WeightedLoss):
             loss = BareLoss(loss, f"{type(self.model).__name__}.compute_loss")
         return replace(self._known_weight(loss, batch), outputs=outputs)

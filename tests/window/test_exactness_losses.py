@@ -22,6 +22,7 @@ from exactness_cases import (
     seeded,
     words_and_tags,
 )
+from keras_core_gaps import keras_3_only
 from oracle import (
     TOLERANCE,
     Pair,
@@ -30,7 +31,7 @@ from oracle import (
     largest_error,
 )
 
-from accumtrainer import Trainer, WeightedLoss
+from accumtrainer import Accumulation, Trainer, WeightedLoss
 from accumtrainer.keras_api import keras, ops
 
 layers, losses = keras.layers, keras.losses
@@ -354,6 +355,42 @@ def test_model_with_its_own_compute_loss_is_refused_without_denominator(rng):
     pair = Pair(make_own_loss)
     with pytest.raises(ValueError, match="denominator"):
         pair.train(features_and_numbers(rng, (2, 2)))
+
+
+class ComputesAsKeras(keras.Model):
+    """Overrides `compute_loss`, to let Keras compute it."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        return super().compute_loss(x, y, y_pred, sample_weight)
+
+
+@keras_3_only("has no metrics of single losses.")
+@pytest.mark.parametrize("size", [12, 6, 5])
+def test_losses_that_a_model_has_keras_compute_are_weighed_by_samples(size):
+    # The rest of 6 is taken by a program for batches of any length, without
+    # XLA. Metrics of each loss are Keras's there.
+    features = keras.Input([1])
+    heads = {
+        name: layers.Dense(1, kernel_initializer="ones", name=name)(features)
+        for name in ("a", "b")
+    }
+    model = ComputesAsKeras(features, heads)
+    trainer = Trainer(
+        model,
+        optimizer=keras.optimizers.SGD(0.0),
+        loss={"a": "mse", "b": "mae"},
+        denominator="samples",
+        accumulation=Accumulation(micro_batch_size=size),
+        jit_compile=False,
+    )
+    x = np.arange(30, dtype="float32")[:, None]
+    data = {"x": x, "y": {"a": 0 * x, "b": 0 * x}, "batch_size": 12}
+    history = trainer.fit(**data, shuffle=False, verbose=0).history
+    evaluated = trainer.evaluate(**data, return_dict=True, verbose=0)
+    expected = {"a_loss": np.mean(x**2), "b_loss": np.mean(x)}
+    for name, value in expected.items():
+        assert history[name] == pytest.approx([value], rel=1e-5)
+        assert evaluated[name] == pytest.approx(value, rel=1e-5)
 
 
 class MeanOfPositives(Trainer):
