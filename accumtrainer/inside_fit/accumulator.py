@@ -30,7 +30,11 @@ from accumtrainer.inside_fit.fit_logs import late_logs
 from accumtrainer.inside_fit.fit_state import make_fit_state
 from accumtrainer.inside_fit.groups import Group, Groups
 from accumtrainer.inside_fit.takeover import Takeover, check_fit, compiled_as
-from accumtrainer.keras_api import compiled_arguments, keras
+from accumtrainer.keras_api import (
+    compiled_arguments,
+    flatten_layers,
+    keras,
+)
 from accumtrainer.keras_api.rebuild import begin_averages
 from accumtrainer.keras_api.types import Nest
 from accumtrainer.progress import Progress
@@ -108,7 +112,11 @@ class FitAccumulator(Hooks):
         """Make what depends on how the model is compiled."""
         model, denominator = self.model, self._options["denominator"]
         run_eagerly = should_run_eagerly(model)
-        self._backend = make_backend(run_eagerly=run_eagerly)
+        self._backend = make_backend(
+            run_eagerly=run_eagerly,
+            # What Keras has made of "auto", it does not tell.
+            jit_compile="auto" if model.jit_compile else False,
+        )
         self._followed = self._backend.followed = Followed(self._look)
         check_fit(model, self._backend)
         check_options(
@@ -474,19 +482,9 @@ class FitAccumulator(Hooks):
             mode = self._context.mode(training=False)
             return self.model(batch.x, **mode)
 
-        def compute_loss(batch: Batch) -> Nest:
-            outputs = call(batch)
-            self.model.compute_loss(
-                batch.x, batch.y, outputs, batch.sample_weight
-            )
-            return outputs
-
-        with Scratch([]):
-            self._backend.trace(call, batch)
-        if self._context.compiled_loss is not None:
-            # Regularizers read variables, which a scope must know for that.
-            with Scratch(self.model.variables):
-                self._backend.trace(compute_loss, batch)
+        if not all(layer.built for layer in flatten_layers(self.model)):
+            with Scratch([]):
+                self._backend.trace(call, batch)
         optimizer = self.model.optimizer
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)

@@ -7,7 +7,7 @@ import it: their own `backend.py` implements that interface.
 import functools
 import importlib.util
 import pkgutil
-from typing import Any
+from typing import Any, Literal
 
 from accumtrainer import errors
 from accumtrainer.keras_api import BACKEND
@@ -34,7 +34,7 @@ def make_backend(
     *,
     run_eagerly: bool = False,
     model: Any | None = None,
-    compiles_all_shapes: bool = False,
+    jit_compile: bool | Literal["auto"] = "auto",
 ) -> Backend:
     """Make the functions of the backend Keras runs on.
 
@@ -42,7 +42,7 @@ def make_backend(
         run_eagerly: whether to run everything as plain Python.
         model: `keras.Model` whose replicas share windows out, if it has
             several; `None` to keep to one device.
-        compiles_all_shapes: see `Backend`.
+        jit_compile: see `Backend`.
 
     Raises:
         ImportError: the backend is not supported.
@@ -50,7 +50,7 @@ def make_backend(
     return _backend_class(BACKEND)(
         model,
         run_eagerly=run_eagerly,
-        compiles_all_shapes=compiles_all_shapes,
+        jit_compile=jit_compile,
     )
 
 

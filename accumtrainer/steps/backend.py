@@ -48,8 +48,8 @@ class Backend(WindowBackend):
         model: the one whose replicas share windows out, if it has several;
             `None` to keep to one device.
         run_eagerly: whether nothing is compiled, for debugging.
-        compiles_all_shapes: whether XLA compiles what it may for all shapes,
-            and not only for the first few where others can run without it.
+        jit_compile: whether XLA is to compile; under `"auto"` it may do so for
+            the first few shapes only, where others can run without it.
     """
 
     name: ClassVar[str]
@@ -81,7 +81,7 @@ class Backend(WindowBackend):
         model: Model | None,
         *,
         run_eagerly: bool,
-        compiles_all_shapes: bool,
+        jit_compile: bool | Literal["auto"],
     ): ...
 
     # Which plan suits it.

@@ -102,7 +102,7 @@ class Engine:
         self._backend = make_backend(
             run_eagerly=self._run_eagerly,
             model=self._model,
-            compiles_all_shapes=self._jit_compile is True,
+            jit_compile=self._jit_compile,
         )
         self._followed = self._backend.followed = self._followed.anew()
         self.replicas = self._backend.replicas

@@ -64,4 +64,4 @@ def test_backend_that_forgets_what_would_do_wrong_in_silence_is_told(name):
     of_interface = {name: getattr(Backend, name)}
     forgetful = type("Forgetful", (type(make_backend()),), of_interface)
     with pytest.raises(TypeError, match=f"abstract method '?{name}"):
-        forgetful(None, run_eagerly=False, compiles_all_shapes=False)
+        forgetful(None, run_eagerly=False, jit_compile="auto")

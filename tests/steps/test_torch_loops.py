@@ -42,7 +42,7 @@ def agrees(request, monkeypatch):
         seen = []
         for run_eagerly in (True, False):
             backend = TorchBackend(
-                None, run_eagerly=run_eagerly, compiles_all_shapes=False
+                None, run_eagerly=run_eagerly, jit_compile="auto"
             )
             variable = keras.Variable([1.0, 2.0, 3.0])
             run = backend.compile(
@@ -292,7 +292,7 @@ def test_gradients_are_added_as_they_are_made(monkeypatch):
     monkeypatch.setattr(
         graphs, "emitted", lambda row: rows.append(row) or emitted(row)
     )
-    backend = TorchBackend(None, run_eagerly=False, compiles_all_shapes=False)
+    backend = TorchBackend(None, run_eagerly=False, jit_compile="auto")
 
     def function(x, y):
         def body(index, item, carry):

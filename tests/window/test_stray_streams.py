@@ -104,14 +104,15 @@ def test_layer_outside_the_model_draws_inside_fit():
     assert seed_of(augment)[1] == 4
 
 
+@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}])
 @pytest.mark.parametrize("method", ["predict", "evaluate"])
-def test_generator_outside_the_model_goes_on_without_training(method):
+def test_generator_outside_the_model_goes_on_without_training(method, options):
     class Noisy(keras.Model):
         def call(self, x):
             return x + keras.random.normal(ops.shape(x), seed=generator)
 
     generator = keras.random.SeedGenerator(5)
-    trainer = make_trainer(Noisy())
+    trainer = make_trainer(Noisy(), **options)
     data = (X,) if method == "predict" else (X, X)
     answers = [
         np.array(getattr(trainer, method)(*data, batch_size=4, verbose=0))

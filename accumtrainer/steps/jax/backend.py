@@ -28,6 +28,7 @@ from accumtrainer.steps.jax.programs import (
     Holder,
     assign_changed,
     changed_positions,
+    run_uncompiled,
     scope_of,
     to_spec,
     values_in,
@@ -44,6 +45,7 @@ class JaxBackend(Backend):
     has_own_pipeline = False
     fit_hands_state_over = True
     compiles_evaluation = True
+    gives_values = True
     runs_ahead = True
 
     @staticmethod
@@ -55,19 +57,15 @@ class JaxBackend(Backend):
         model: Model | None,
         *,
         run_eagerly: bool,
-        compiles_all_shapes: bool,
+        jit_compile: bool | Literal["auto"],
     ):
-        del compiles_all_shapes  # XLA is all there is
-        self._run_eagerly = run_eagerly
+        # XLA is all there is.
+        self._run_eagerly = run_eagerly or jit_compile is False
         distribution = None if model is None else current_distribution()
         self.replicas: JaxReplicas = JaxReplicas(distribution)
         self._holders: dict[int, Holder] = {}
         self._active: Holder | None = None
         self._has_warned = False
-
-    @property
-    def gives_values(self) -> bool:
-        return not self._run_eagerly
 
     def prefer(
         self, *, loops_badly: bool, supports_jit: bool
@@ -76,6 +74,9 @@ class JaxBackend(Backend):
         return "streamed" if loops_badly else "fused", True
 
     def trace(self, function: Callable[[Batch], Nest], batch: Batch) -> Traced:
+        if self._run_eagerly:
+            run_uncompiled(function, batch)
+            return Traced(set(), fixes_sizes=False)
         specs = jax.tree.map(to_spec, batch)
         # What it has seen is looked at afterwards, which is no leak.
         with jax.check_tracer_leaks(False):

@@ -176,12 +176,10 @@ class Eager:
         raise ValueError(errors.EAGER_MEMORY)
 
     def __call__(self, *arguments: Nest) -> Nest:
-        leaves, treedef = jax.tree.flatten(arguments)
         self._activate(self._holder)
-        arguments = jax.tree.unflatten(treedef, _to_device(leaves))
-        with jax.disable_jit():
-            result, arrays = self._function(self._holder.arrays, arguments)
-        self._holder.arrays = arrays
+        result, self._holder.arrays = run_uncompiled(
+            self._function, self._holder.arrays, arguments
+        )
         return result
 
 
@@ -276,6 +274,14 @@ def _begins_with(variables: list[Variable], first: list[Variable]) -> bool:
     """Whether a list of variables begins with those of another."""
     pairs = zip(variables, first, strict=False)
     return len(first) <= len(variables) and all(a is b for a, b in pairs)
+
+
+def run_uncompiled(function: Callable[..., Any], *arguments: Nest) -> Any:
+    """Call a function with arrays, which then runs operation by operation."""
+    leaves, treedef = jax.tree.flatten(arguments)
+    arguments = jax.tree.unflatten(treedef, _to_device(leaves))
+    with jax.disable_jit():
+        return function(*arguments)
 
 
 def _to_device(leaves: list[Tensor]) -> list[Tensor]:

@@ -61,13 +61,13 @@ class TensorFlowBackend(Backend):
         model: Model | None,
         *,
         run_eagerly: bool,
-        compiles_all_shapes: bool,
+        jit_compile: bool | Literal["auto"],
     ):
         self._run_eagerly = run_eagerly
         strategy = None if model is None else strategy_of(model)
         self.replicas: TensorFlowReplicas = TensorFlowReplicas(strategy)
         self._xla_shapes = XlaShapes(
-            None if compiles_all_shapes else XLA_SHAPES, warn_of_many_shapes
+            None if jit_compile is True else XLA_SHAPES, warn_of_many_shapes
         )
         self._indices = Indices(self._xla_shapes.close)
         # Whether what is being traced is for XLA.

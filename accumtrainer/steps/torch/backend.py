@@ -75,9 +75,9 @@ class TorchBackend(Backend):
         model: Model | None,
         *,
         run_eagerly: bool,
-        compiles_all_shapes: bool,
+        jit_compile: bool | Literal["auto"],
     ):
-        del compiles_all_shapes
+        del jit_compile  # each program is told
         if KERAS_NAME != "keras":
             raise ImportError(errors.KERAS_CORE_ON_TORCH)
         if model is not None:
