@@ -224,7 +224,8 @@ class Trainer(Answers):
                 dataset, or any iterable of batches. Several processes are
                 given the same arrays; of anything else each yields its shard.
             y: targets, where x is arrays.
-            batch_size: samples per loader batch, default 32.
+            batch_size: samples per loader batch of arrays, default 32. What
+                yields batches does not heed it, but warns if they have others.
             epochs: index of the epoch to stop before, as in Keras; default
                 one epoch, or no end with `max_updates` or `max_seconds`.
             verbose: 0, 1, 2 or `"auto"`.

@@ -1,5 +1,6 @@
 """What a loader yields, read and checked one batch at a time."""
 
+import warnings
 from typing import Any
 
 from accumtrainer import errors
@@ -13,8 +14,8 @@ class BatchReader:
     """Reads loader items.
 
     Args:
-        options: `class_weight`, which weighs samples by class, `seed`, and
-            which epochs there are.
+        options: `class_weight`, which weighs samples by class, `seed`, which
+            epochs there are, and `batch_size`, which is only compared.
         preprocessing: what makes of them what the model takes, if anything.
 
     Attributes:
@@ -27,6 +28,8 @@ class BatchReader:
     ):
         self._class_weight = options.class_weight
         self._seed = options.seed
+        self._size = options.batch_size
+        self._shorter = 0
         self.first_epoch = options.first_epoch
         self.epochs_before = options.epochs_before
         self._preprocessing = preprocessing
@@ -53,6 +56,23 @@ class BatchReader:
         """
         batch = self._unpack(item, epoch, index)
         return weigh_classes(batch, self._class_weight)
+
+    def _compare_size(self, samples: int, index: int) -> None:
+        """Warn once of batches other than somebody has said.
+
+        One of an epoch may be shorter, as shuffled ones not the last alone.
+        """
+        if self._size is None:
+            return
+        if not index:
+            self._shorter = 0
+        self._shorter += samples < self._size
+        if samples > self._size or self._shorter > 1:
+            message = errors.SIZE_OF_LOADER.format(
+                size=self._size, samples=samples
+            )
+            warnings.warn(message, stacklevel=2)
+            self._size = None
 
     def _unpack(self, item: Any, epoch: int, index: int) -> Batch:
         if self._preprocessing is None:
@@ -84,4 +104,5 @@ class BatchReader:
                     received=received or "no array", batch=index, epoch=epoch
                 )
             )
+        self._compare_size(max(lengths), index)
         return weigh_classes(batch, self._class_weight)

@@ -243,7 +243,7 @@ class IterableSource(Source):
         options: SourceOptions,
         preprocessing: Preprocessing | None = None,
     ):
-        options.check_steps()
+        options.check_sizes()
         length, steps = _length(iterable), options.steps
         if length == 0:
             raise ValueError(

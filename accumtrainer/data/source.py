@@ -30,8 +30,9 @@ class SourceOptions:
     """How batches are taken from data, as far as it can be chosen.
 
     Args:
-        batch_size: samples in a loader batch, with arrays only. `None` means
-            32 or, with `steps`, the data divided by them.
+        batch_size: samples in a loader batch. `None` means 32 or, with
+            `steps`, the data divided by them. What yields batches does not heed
+            it, but to warn where they have others.
         shuffle: whether every round has an order of its own; with arrays
             `"batch"` for one within every batch, whose samples stay together.
             What can only be iterated comes in its own order.
@@ -52,8 +53,14 @@ class SourceOptions:
     first_epoch: int = 0
     epochs_before: int = 0
 
-    def check_steps(self) -> None:
-        """Refuse `steps` that are no number."""
+    def check_sizes(self) -> None:
+        """Refuse sizes that are no numbers."""
+        if self.batch_size is not None:
+            require_count(
+                "batch_size",
+                self.batch_size,
+                "Give the samples of a loader batch.",
+            )
         if self.steps is not None:
             require_count(
                 "steps_per_epoch",
@@ -63,13 +70,7 @@ class SourceOptions:
 
     def check_order(self) -> None:
         """Refuse sizes that are no numbers and an unknown `shuffle`."""
-        if self.batch_size is not None:
-            require_count(
-                "batch_size",
-                self.batch_size,
-                "Give the samples of a loader batch.",
-            )
-        self.check_steps()
+        self.check_sizes()
         shuffle: Any = self.shuffle
         is_batch = isinstance(shuffle, str) and shuffle == "batch"
         if not is_batch and not isinstance(shuffle, (bool, np.bool_)):

@@ -110,12 +110,7 @@ class Loader:
     preprocessing: Preprocessing | None = None
 
     def source(self, options: SourceOptions) -> Source:
-        """Make the source that takes batches from it.
-
-        Raises:
-            ValueError: the options say how large these are.
-        """
-        _refuse_beside_loader(self.batches, "batch_size", options.batch_size)
+        """Make the source that takes batches from it."""
         if isinstance(self.batches, keras.utils.PyDataset):
             return PyDatasetSource(self.batches, options, self.preprocessing)
         return IterableSource(self.batches, options, self.preprocessing)

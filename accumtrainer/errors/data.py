@@ -130,6 +130,12 @@ BATCH_HAS_CHANGED = (
     "interruption."
 )
 
+SIZE_OF_LOADER = (
+    "batch_size is not heeded, as in Keras, where x yields batches. Received: "
+    "batch_size={size}, and a batch of {samples} samples. Have the loader "
+    "yield batches of the size wanted, and leave batch_size out."
+)
+
 RAN_OUT = (
     "Your input ran out of data: it had {batches} loader batches where {steps} "
     "steps were asked for. The epoch, or the evaluation, ends with them. Give "

@@ -186,7 +186,7 @@ class Answers(Hooks):
             x: what `fit` takes. Several processes evaluate together, and are
                 all given the same.
             y: targets, where x is arrays.
-            batch_size: samples per loader batch, default 32.
+            batch_size: as of `fit`, default 32.
             verbose: 0, 1, 2 or `"auto"`.
             sample_weight: weights of the samples, where x is arrays.
             steps: loader batches to take.
@@ -232,7 +232,7 @@ class Answers(Hooks):
 
         Args:
             x: what `fit` takes, as for `evaluate`; targets in it are ignored.
-            batch_size: samples per loader batch, default 32.
+            batch_size: as of `fit`, default 32.
             verbose: 0, 1, 2 or `"auto"`.
             steps: loader batches to take.
             callbacks: callbacks for this call.
@@ -389,8 +389,8 @@ class Answers(Hooks):
                 read only once, such as a generator, has been read then, and
                 a loader that shuffles by itself goes on doing so.
             y: targets, where x is arrays.
-            batch_size: samples per loader batch, default 32; the rate found
-                is one for this size of updates.
+            batch_size: as of `fit`, default 32; the rate found is one for
+                this size of updates.
             sample_weight: weights of the samples, where x is arrays.
             class_weight: dict from class to weight.
             shuffle: as in `fit`.

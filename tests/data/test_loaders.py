@@ -1,9 +1,11 @@
 """Claims about data from elsewhere: what other libraries load, `fit` takes."""
 
+import contextlib
 import functools
 
 import numpy as np
 import pytest
+from sourced import epoch_of
 
 from accumtrainer import Trainer
 from accumtrainer.data.batches import ALIGNMENT, WORTH_ALIGNING
@@ -450,3 +452,40 @@ def test_data_that_a_callback_changes_as_an_epoch_begins_are_read_then(
     of_keras = fit(lambda model: model.fit)
     for one, other in zip(ours, of_keras, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+class Batches(keras.utils.PyDataset):
+    """A list of batches of inputs alone."""
+
+    def __init__(self, batches):
+        super().__init__()
+        self.batches = batches
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, index):
+        return (self.batches[index],)
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes", "differs"),
+    [
+        (2, [2, 2], False),
+        (2, [2, 1, 2], False),  # shuffled, the last may come earlier
+        (9, [5], False),
+        (2, [2, 3], True),
+        (9, [5, 5], True),
+    ],
+)
+@pytest.mark.parametrize("kind", ["dataset", "loader"])
+def test_batches_of_loaders_stay_as_they_are(kind, size, sizes, differs):
+    batches = [np.arange(n) for n in sizes]
+    x = Batches(batches)
+    if kind == "loader":
+        x = [(one,) for one in batches]
+    source = make_source(x, batch_size=size, shuffle=False)
+    warns = pytest.warns(UserWarning, match=f"batch_size={size}, and a batch")
+    with warns if differs else contextlib.nullcontext():
+        assert epoch_of(source, 0) == [one.tolist() for one in batches]
+    assert epoch_of(source, 1) == [one.tolist() for one in batches]

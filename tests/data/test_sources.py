@@ -289,7 +289,6 @@ def test_shuffle_batch_keeps_the_samples_of_a_batch_together():
     [
         {"y": np.zeros(2)},
         {"sample_weight": np.zeros(2)},
-        {"batch_size": 2},
     ],
 )
 @pytest.mark.parametrize("make", [_generate, lambda: Rows(2)])

@@ -73,12 +73,6 @@ FIT = [
         ValueError,
         "y must be left out",
     ),
-    row(
-        "batch-size-beside-a-loader",
-        lambda: {"x": [(X, Y)], "y": None, "batch_size": 3},
-        ValueError,
-        "batch_size must be left out",
-    ),
     *(
         row(
             f"{name}={value!r}",

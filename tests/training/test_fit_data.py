@@ -31,13 +31,20 @@ pytestmark = pytest.mark.usefixtures("without_xla")
         pytest.param(as_tf_data, id="tf.data"),
     ],
 )
-def test_every_source_gives_the_weights_of_arrays(make):
+@pytest.mark.parametrize("beside", [{}, {"batch_size": 2}])
+def test_every_source_gives_what_arrays_give(make, beside):
     arrays, _ = make_trainer()
     fit(arrays, shuffle=False)
     other, _ = make_trainer()
-    other.fit(make(), shuffle=False, verbose=0)
+    other.fit(make(), shuffle=False, verbose=0, **beside)
     assert other.progress.updates == 3
     assert_same_weights(arrays.model, other.model)
+    for one, another in (
+        (arrays.evaluate(X, Y, verbose=0), other.evaluate),
+        (arrays.predict(X, verbose=0), other.predict),
+    ):
+        answer = another(make(), verbose=0, **beside)
+        np.testing.assert_allclose(answer, one, rtol=1e-5)
 
 
 def test_generator_serves_several_epochs_by_steps():
