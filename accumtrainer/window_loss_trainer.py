@@ -10,7 +10,7 @@ from accumtrainer.keras_api.types import Nest
 from accumtrainer.trainer import Trainer
 from accumtrainer.window.gradient_cache import in_float32
 from accumtrainer.window.hooks import Info
-from accumtrainer.window.losses import WeightedLoss, count_samples
+from accumtrainer.window.losses import WeightedLoss, count_samples, shape_of
 
 
 class WindowLossTrainer(Trainer):
@@ -109,6 +109,11 @@ class WindowLossTrainer(Trainer):
         """Compute the loss of examples that are alone in their window."""
         embeddings = in_float32(self.embed(batch, info))
         loss = self.window_loss(embeddings, batch._replace(x=None), info)
+        if shape_of(loss):
+            raise ValueError(
+                "window_loss must return a scalar. Received: shape "
+                f"{shape_of(loss)}. Average it, or sum it."
+            )
         return WeightedLoss(
             loss,
             None if info.training else count_samples(batch.x),

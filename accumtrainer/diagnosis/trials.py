@@ -41,6 +41,7 @@ from accumtrainer.keras_api import flatten_layers, ops, tree
 from accumtrainer.keras_api.types import Layer, Model, Nest, Tensor, Variable
 from accumtrainer.steps import Backend, should_compile_evaluation
 from accumtrainer.window.hooks import Info, collect_logs
+from accumtrainer.window.losses import sort_of
 from accumtrainer.window.objective import is_random_state, unique
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.passes import Passes
@@ -406,7 +407,7 @@ class _Runner:
         losses = measured.losses
         self._traced[size // self._rows] = _Traced(
             origins=[loss.origin for loss in losses],
-            is_sum=[loss.is_sum for loss in losses],
+            is_sum=[sort_of(loss) == "sum" for loss in losses],
             layers=layers,
             has_rows=has_rows,
             draws=draws,

@@ -109,8 +109,15 @@ PER_EXAMPLE_WINDOW_LOSS = (
 LOSS_WITHOUT_REDUCTION = (
     "loss must have a reduction, by which it is one number. Received: loss "
     "{loss!r} of shape {shape}. Use reduction='sum_over_batch_size', or 'sum', "
-    "as Keras takes it on TensorFlow. If its class takes neither, give a "
-    "function that calls it, whose values are averaged."
+    "as Keras takes values of examples on TensorFlow. If its class takes "
+    "neither, give a function that calls it, whose values are averaged."
+)
+
+LOSSES_OF_SEVERAL_SHAPES = (
+    "losses without a reduction must all have as many values, because they "
+    "are added up value by value, where Keras would count one of them for "
+    "each value of another. Received: losses of shapes {shapes}. Give all of "
+    "them the same reduction, as 'sum_over_batch_size' or 'sum'."
 )
 
 BARE_LOSS = (

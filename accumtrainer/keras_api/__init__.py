@@ -70,9 +70,14 @@ OTHER_KERAS_NAME = "keras" if KERAS_NAME == "keras_core" else "keras_core"
 
 BACKEND = keras.backend.backend()
 
+# Whether Keras takes a loss of several values for their sum: that is what a
+# tape's gradient of them is, and elsewhere an error.
+DESCENDS_SUMS = BACKEND == "tensorflow"
+
 __all__ = [
     "ACTIVITY_LOSSES_ARE_MEANS",
     "BACKEND",
+    "DESCENDS_SUMS",
     "KERAS_NAME",
     "OTHER_KERAS_NAME",
     "by_path",

@@ -1,6 +1,6 @@
 """The losses of `Model.compile`, measured output by output."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,8 @@ from accumtrainer.window.losses import (
     loss_name,
     measure,
     resolve_loss,
+    shape_of,
+    sort_of,
 )
 from accumtrainer.window.reducing import couples_examples, reduces_examples
 
@@ -111,6 +113,9 @@ class CompiledLoss:
         paired = self._compute(y, y_pred, sample_weight)
         measured = list(self._measured)
         self._measured.clear()
+        _check_alike(
+            [m for p, m in zip(paired, measured, strict=True) if p.counts]
+        )
         return [
             CompiledPart(
                 pair.name,
@@ -184,7 +189,7 @@ class _Measuring(keras.losses.Loss):
         ):
             origin = errors.LOSS_OF_ROWLESS.format(loss=loss.name)
             measured = measured._replace(origin=origin)
-        if isinstance(measured, WeightedLoss) and not measured.is_sum:
+        if isinstance(measured, WeightedLoss) and sort_of(measured) != "sum":
             output = self.outputs.setdefault(len(self._measured), _Output())
             if output.flaw is None:
                 output.flaw = self._find_flaw(loss, y_true, y_pred)
@@ -192,7 +197,11 @@ class _Measuring(keras.losses.Loss):
             flaw = errors.PAIRING_OUTPUTS if output.pairs else output.flaw
             if flaw:
                 origin = flaw.format(loss=loss.name)
-                measured = BareLoss(measured.mean, origin)
+                measured = (
+                    replace(measured, origin=origin)
+                    if measured.is_sum
+                    else BareLoss(measured.mean, origin)
+                )
         self._measured.append(measured)
         return ops.zeros(())  # the sum is not Keras's to make
 
@@ -217,6 +226,18 @@ class _Measuring(keras.losses.Loss):
     def _is_of_keras(self, y_true: Tensor, y_pred: Tensor) -> bool:
         code = find_loss(self._identifier, y_true, y_pred)
         return str(code.__module__).partition(".")[0] == keras.__name__
+
+
+def _check_alike(losses: list[WeightedLoss | BareLoss]) -> None:
+    """Refuse losses of values beside others that are no such values.
+
+    TensorFlow would spread one over the other before it sums them.
+    """
+    shapes = [
+        shape_of(v.value if isinstance(v, BareLoss) else v.mean) for v in losses
+    ]
+    if len({(len(shape), *shape[1:]) for shape in shapes}) > 1:
+        raise ValueError(errors.LOSSES_OF_SEVERAL_SHAPES.format(shapes=shapes))
 
 
 def _shape_if_spread(loss: Any, y_true: Tensor, y_pred: Tensor) -> _Shape:

@@ -28,6 +28,7 @@ from accumtrainer.window.losses import (
     WeightedLoss,
     count_samples,
     known_length,
+    values_or_bare,
 )
 
 HOOK_NAMES = (
@@ -374,7 +375,8 @@ class Hooks:
             else:
                 loss = model.compute_loss(*given.values(), **mode)
         if not isinstance(loss, WeightedLoss):
-            loss = BareLoss(loss, f"{type(self.model).__name__}.compute_loss")
+            origin = f"{type(model).__name__}.compute_loss"
+            loss = values_or_bare(loss, origin, x)
         return replace(self._known_weight(loss, batch), outputs=outputs)
 
     def _known_weight(

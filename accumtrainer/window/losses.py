@@ -8,11 +8,18 @@ the sum of sample weights. The classes here let Keras do the whole computation
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 from accumtrainer import errors
-from accumtrainer.keras_api import copy_mask, keras, keras_mask, ops, tree
+from accumtrainer.keras_api import (
+    DESCENDS_SUMS,
+    copy_mask,
+    keras,
+    keras_mask,
+    ops,
+    tree,
+)
 from accumtrainer.keras_api.types import Nest, Tensor
 
 
@@ -21,7 +28,10 @@ class WeightedLoss:
     """A loss averaged over part of a window, and what it was averaged over.
 
     Args:
-        mean: scalar tensor, the mean loss of one micro-batch.
+        mean: scalar tensor, the mean loss of one micro-batch. Beside a
+            denominator of `None` also a tensor of values, one or more for each
+            example: it stands for their sum, as on a tape of TensorFlow, and
+            their mean is logged.
         denominator: scalar tensor, what `mean` was divided by (samples,
             tokens, sum of weights), at least 0. `None` says that `mean` is
             not a mean but a sum, which adds up over a window undivided.
@@ -124,19 +134,22 @@ def measure(
         sum over examples, so that nobody can know its denominator.
 
     Raises:
-        ValueError: the loss is no single number, or there are no targets.
+        ValueError: the loss is no single number, nor values of examples whose
+            sum Keras descends; or there are no targets.
     """
     origin = f"the loss {loss.name!r}"
     if type(loss).__call__ is not keras.losses.Loss.__call__:
         value = loss(y_true, y_pred, sample_weight)
-        _require_number(loss, value)
-        return BareLoss(value, origin)
+        return _required(loss, values_or_bare(value, origin, y_pred))
     if y_true is None:
         raise ValueError(errors.NO_TARGETS.format(loss=loss.name))
     kept = _KeptValues(loss)
     value = kept(y_true, y_pred, _own_weights(sample_weight, y_pred))
-    _require_number(loss, value)
-    if len(kept.values.shape) == 0 or isinstance(loss, COUPLING_LOSSES):
+    is_coupled = isinstance(loss, COUPLING_LOSSES)
+    if shape_of(value):
+        measured = _required(loss, values_or_bare(value, origin, y_pred))
+        return replace(measured, origin=origin if is_coupled else "")
+    if len(kept.values.shape) == 0 or is_coupled:
         return BareLoss(value, origin)
     if loss.reduction == "sum":
         return WeightedLoss(value, None, is_uniform=True)
@@ -156,16 +169,67 @@ def measure(
     )
 
 
-def _require_number(loss: Any, value: Tensor) -> None:
-    """Refuse a loss that leaves it to the backend to make a number of it.
+def sort_of(loss: WeightedLoss) -> Literal["mean", "sum", "values"]:
+    """Say what is logged of a loss: values are summed, but averaged in logs."""
+    if not loss.is_sum:
+        return "mean"
+    return "values" if shape_of(loss.mean) else "sum"
 
-    TensorFlow alone does, which takes the gradient of the sum.
+
+def minimized(loss: WeightedLoss) -> Tensor:
+    """Return what a micro-batch differentiates of a loss, a scalar, float32."""
+    value = ops.cast(loss.mean, "float32")
+    return ops.sum(value) if sort_of(loss) == "values" else value
+
+
+def logged(loss: WeightedLoss) -> tuple[Any, Any]:
+    """Return a loss's number in logs, and how much it counts there.
+
+    Returns:
+        Pair of scalars; the second is 1 for sums.
     """
-    shape = tuple(getattr(value, "shape", ()))
-    if shape:
+    if sort_of(loss) == "values":
+        return ops.mean(ops.cast(loss.mean, "float32")), ops.size(loss.mean)
+    return loss.mean, 1.0 if loss.is_sum else loss.denominator
+
+
+def values_or_bare(
+    value: Any, origin: str, examples: Nest
+) -> "WeightedLoss | BareLoss":
+    """Make a loss of what has reduced by itself, or was not reduced.
+
+    Where Keras descends the sum of several values, and there are as many of
+    them as of examples or a multiple, it is that.
+
+    Args:
+        value: tensor.
+        origin: see `BareLoss`.
+        examples: nest of tensors, of which the first axis counts.
+    """
+    shape = shape_of(value)
+    if DESCENDS_SUMS and shape and shape[0] in (None, known_length(examples)):
+        return WeightedLoss(value, None, is_uniform=True)
+    return BareLoss(value, origin)
+
+
+def _required(loss: Any, measured: Any) -> Any:
+    """Refuse values that Keras makes no number of."""
+    if isinstance(measured, BareLoss) and shape_of(measured.value):
         raise ValueError(
-            errors.LOSS_WITHOUT_REDUCTION.format(loss=loss.name, shape=shape)
+            errors.LOSS_WITHOUT_REDUCTION.format(
+                loss=loss.name, shape=shape_of(measured.value)
+            )
         )
+    return measured
+
+
+def shape_of(value: Any) -> tuple[int | None, ...]:
+    """Return the shape of a tensor, `()` of a number.
+
+    Args:
+        value: tensor, array or number.
+    """
+    return tuple(getattr(value, "shape", ()))
 
 
 def _own_weights(weights: Tensor | None, y_pred: Tensor) -> Tensor | None:

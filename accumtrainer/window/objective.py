@@ -27,6 +27,9 @@ from accumtrainer.window.losses import (
     WeightedLoss,
     count_samples,
     known_length,
+    logged,
+    shape_of,
+    sort_of,
 )
 from accumtrainer.window.numbers import Sums
 from accumtrainer.window.state import RunningSums
@@ -66,11 +69,11 @@ class Measured:
 
     def means(self) -> Tensor:
         """Stack the losses' values, tensor `(n,)`, float32."""
-        return _stack([loss.mean for loss in self.losses])
+        return _stack([logged(loss)[0] for loss in self.losses])
 
     def denominators(self) -> Tensor:
         """Stack the denominators, tensor `(n,)`, float32, 1 for sums."""
-        return _stack([1.0 if v.is_sum else v.denominator for v in self.losses])
+        return _stack([logged(loss)[1] for loss in self.losses])
 
 
 class Objective:
@@ -365,10 +368,7 @@ def joined(
 
 def _kinds(losses: list[WeightedLoss]) -> list[str]:
     """Describe losses by what a window adds up of them, list of strings."""
-    return [
-        f"{'sum' if loss.is_sum else 'mean'} {loss.name or 'loss'!r}"
-        for loss in losses
-    ]
+    return [f"{sort_of(loss)} {loss.name or 'loss'!r}" for loss in losses]
 
 
 def _as_losses(result: Any) -> list[WeightedLoss]:
@@ -380,12 +380,12 @@ def _as_losses(result: Any) -> list[WeightedLoss]:
     ):
         raise TypeError(errors.NOT_A_WEIGHTED_LOSS.format(result=result))
     for name, loss in result.items():
-        if len(ops.shape(loss.mean)) != 0:
+        if shape_of(loss.mean) and not loss.is_sum:
             raise ValueError(
                 "compute_loss must return scalar means. Received: shape "
                 f"{tuple(loss.mean.shape)} for {name!r}. Average it, and "
-                "give what you divided by as the denominator; or sum it, as "
-                "a tape does that is given such a loss, and give None."
+                "give what you divided by as the denominator; or give None, "
+                "to descend the sum, as a tape does that is given such a loss."
             )
     if len(result) == 1:  # the total says it all
         return [replace(loss, name=None) for loss in result.values()]

@@ -21,7 +21,7 @@ from accumtrainer.window.gradient_cache import GradientCache
 from accumtrainer.window.gradients import Gradients, Uses, uses
 from accumtrainer.window.hooks import HOOK_NAMES, Info, collect_logs
 from accumtrainer.window.loss_scale import computes_in_float16
-from accumtrainer.window.losses import WeightedLoss, count_samples
+from accumtrainer.window.losses import WeightedLoss, count_samples, minimized
 from accumtrainer.window.numbers import OfMicroBatch, OfPart
 from accumtrainer.window.objective import Measured, Objective, total_loss
 from accumtrainer.window.parts import WindowParts
@@ -239,7 +239,7 @@ class Passes:
             totals=share.totals,
         )
         scaled = [
-            factor * ops.cast(loss.mean, "float32")
+            factor * minimized(loss)
             for factor, loss in zip(factors, measured.losses, strict=True)
         ]
         total = total_loss(scaled, measured.losses, measured.regularization)

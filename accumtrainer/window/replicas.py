@@ -32,7 +32,7 @@ from accumtrainer.window.backend import WindowBackend
 from accumtrainer.window.draws import drawing_again
 from accumtrainer.window.gradients import Uses, join_uses
 from accumtrainer.window.hooks import context_of
-from accumtrainer.window.losses import WeightedLoss
+from accumtrainer.window.losses import WeightedLoss, sort_of
 from accumtrainer.window.numbers import OfMicroBatch, OfPart
 from accumtrainer.window.objective import (
     coefficient_of,
@@ -124,7 +124,7 @@ def join_parts(
     ):
         mean = np.divide(over, by, out=np.zeros_like(over), where=by != 0)
         coefficient = float(ops.convert_to_numpy(coefficient_of(known)))
-        loss += coefficient * (over if known.is_sum else mean)
+        loss += coefficient * (over if sort_of(known) == "sum" else mean)
     columns = [loss, part.weight]
     if part.squared_norm is not None:
         columns += [

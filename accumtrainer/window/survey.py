@@ -16,7 +16,7 @@ from accumtrainer.window.hooks import (
     collect_logs,
     context_of,
 )
-from accumtrainer.window.losses import WeightedLoss
+from accumtrainer.window.losses import WeightedLoss, sort_of
 from accumtrainer.window.objective import (
     is_random_state,
     metric_variables,
@@ -65,7 +65,7 @@ class Survey:
     @property
     def signature(self) -> Hashable:
         """What windows add up: losses by kind, and logged values."""
-        losses = ((loss.name, loss.is_sum) for loss in self.losses)
+        losses = ((loss.name, sort_of(loss)) for loss in self.losses)
         return tuple(losses), tuple(self.reductions.items())
 
     @property

@@ -26,7 +26,7 @@ import numpy as np
 from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.types import Tensor
-from accumtrainer.window.losses import WeightedLoss
+from accumtrainer.window.losses import WeightedLoss, sort_of
 
 # Stands for a denominator of zero, as a window may have no other: too small to
 # count beside one, large enough that a gradient survives being multiplied and
@@ -305,7 +305,7 @@ def window_means(numerators: Tensor, denominators: Tensor) -> Tensor:
 def where_sum(
     losses: Sequence[WeightedLoss], sums: Tensor, means: Tensor
 ) -> Tensor:
-    """Take one thing for losses that are sums, and another for means.
+    """Take one thing for losses logged as sums, and another for means.
 
     Args:
         losses: n of them, of which only the kind counts.
@@ -315,5 +315,5 @@ def where_sum(
     Returns:
         `(n,)`, float32.
     """
-    is_sum = np.array([loss.is_sum for loss in losses])
+    is_sum = np.array([sort_of(loss) == "sum" for loss in losses])
     return ops.where(is_sum, sums, means) if is_sum.any() else means

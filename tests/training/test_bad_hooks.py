@@ -71,14 +71,15 @@ def test_hook_that_returns_the_wrong_structure_is_refused(name, hook, error):
 
 def test_refusal_of_a_loss_of_several_values_names_mean_and_sum():
     def compute_loss(self, batch, info):
-        return WeightedLoss(ops.mean(batch.y, axis=-1), None)
+        values = ops.mean(batch.y, axis=-1)
+        return WeightedLoss(values, ops.shape(values)[0])
 
     trainer = type("MyTrainer", (Trainer,), {"compute_loss": compute_loss})
     assert_refused(
         lambda: trainer(make_model()).fit(X, Y, verbose=0),
         ValueError,
         "compute_loss must return scalar means",
-        "give what you divided by as the denominator; or sum it",
+        "give what you divided by as the denominator; or give None",
     )
 
 

@@ -214,16 +214,6 @@ def test_dice_is_refused_because_it_couples_examples(rng):
         pair.train(features_and_numbers(rng, (2, 2)))
 
 
-def test_loss_without_reduction_is_refused(rng):
-    trainer = Trainer(
-        make_mlp(),
-        optimizer="sgd",
-        loss=losses.MeanSquaredError(reduction="none"),
-    )
-    with pytest.raises(ValueError, match="must have a reduction"):
-        trainer.fit(features_and_numbers(rng, (2,)), verbose=0)
-
-
 SELF_REDUCED = {
     "samples": "samples",
     "a function": lambda batch: ops.cast(ops.shape(batch.y)[0], "float32"),

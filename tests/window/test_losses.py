@@ -7,6 +7,7 @@ import pytest
 from keras_core_gaps import keras_3_only
 
 from accumtrainer.keras_api import (
+    BACKEND,
     copy_mask,
     keras,
     keras_mask,
@@ -15,7 +16,13 @@ from accumtrainer.keras_api import (
 )
 from accumtrainer.window.added_losses import AddedLosses
 from accumtrainer.window.compiled_losses import CompiledLoss
-from accumtrainer.window.losses import WeightedLoss, count_samples, measure
+from accumtrainer.window.losses import (
+    WeightedLoss,
+    count_samples,
+    logged,
+    measure,
+    minimized,
+)
 
 layers, losses = keras.layers, keras.losses
 
@@ -195,7 +202,13 @@ class OfRows(losses.Loss):
 
 
 @pytest.mark.parametrize("loss", [mse("none"), mse(None), OfRows()])
-def test_loss_without_reduction_is_refused(loss):
+def test_loss_without_reduction_is_a_sum_where_keras_takes_it(loss):
+    if BACKEND == "tensorflow":
+        measured = measure(loss, TRUE, PRED)
+        assert measured.is_sum
+        assert float(minimized(measured)) == 30
+        assert [*map(float, logged(measured))] == [30 / 4, 4]
+        return
     with pytest.raises(ValueError, match=r"a reduction.* of shape \(4,\)"):
         measure(loss, TRUE, PRED)
 
