@@ -253,7 +253,7 @@ OF_A_MEAN = (
 
 OF_A_SUM = (
     "where None says that the loss is a sum: it has a value for each example, "
-    "and a tape takes the gradient of their sum."
+    "and a tape takes the gradient of their sum. Logs show their mean."
 )
 
 REPLACED_BY_HOOKS = """Remove it, and let hooks do what it does:
@@ -264,7 +264,7 @@ REPLACED_BY_HOOKS = """Remove it, and let hooks do what it does:
             losses = ...  # of each sample
             return WeightedLoss(ops.mean(losses), ops.shape(losses)[0])
             # or, where a tape was given losses and so took their sum:
-            # return WeightedLoss(ops.sum(losses), None)
+            # return WeightedLoss(losses, None)
 
         def on_apply(self, gradients, info):
             return gradients  # changed as train_step changes them

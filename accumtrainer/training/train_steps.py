@@ -168,7 +168,7 @@ class _Descent:
             lines.append(f"{self.loss} -= sum(map(ops.sum, self.model.losses))")
         loss, count = self.loss, f"ops.shape({counted})[0]"
         if self.is_sum:
-            loss, count = f"ops.sum({loss})", "None"
+            count = "None"
         return [*lines, f"return WeightedLoss({loss}, {count})"]
 
     def _unpacked_into(self, statement: ast.stmt) -> ast.expr | None:
