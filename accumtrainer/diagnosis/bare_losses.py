@@ -1,7 +1,8 @@
 """Refuses losses that do not say what they were averaged over.
 
-A loss that reduces by itself, to a bare scalar, cannot be weighed. What can be
-said of it is found out by a trial, so that no remedy is named that is wrong.
+A loss that reduces by itself, to a bare scalar, cannot be weighed, unless
+nothing of the batch goes into it. What else can be said of it is found out by a
+trial, so that no remedy is named that is wrong.
 """
 
 import warnings
@@ -19,21 +20,25 @@ from accumtrainer.window.parts import WindowParts
 def check_bare_losses(
     parts: WindowParts,
     losses: list[WeightedLoss],
+    find_dependent: Callable[[], list[bool | None]],
     find_trials: Callable[[], list[LossTrial]],
     *,
     owner: str = "Trainer",
 ) -> None:
     """Refuse bare scalars where micro-batches must be weighed.
 
-    Where the user has stated what they were averaged over, a trial that shows
-    otherwise is a warning. So is it where nobody has, if layers have added all
-    of them and none depends on data: any denominator is right. Activity
+    Of what does not depend on data, as a penalty on weights, any denominator is
+    right. Where the user has stated what others were averaged over, a trial
+    that shows otherwise is a warning. So is it where nobody has, if layers have
+    added all of them, and but a trial shows that none depends on data. Activity
     regularizers are refused where a trial shows that they do not add up over
     samples.
 
     Args:
         parts: whose windows are weighed.
         losses: of which only the kind counts.
+        find_dependent: function that returns of each loss whether it depends
+            on data, `None` where nobody can tell; or an empty list.
         find_trials: function that returns a list of `LossTrial`, one per loss,
             or an empty one where nobody can tell.
         owner: what users give arguments to.
@@ -45,10 +50,14 @@ def check_bare_losses(
     bare = [i for i, loss in enumerate(losses) if loss.origin]
     if not bare or parts.combine != "exact":
         return
-    trials = find_trials()
+    dependent = find_dependent() or [None] * len(losses)
+    bare = [i for i in bare if dependent[i] is not False]
+    trials = find_trials() if bare else []
     stated = context_of(parts.hooks).denominator
     verdicts = _worst_verdicts(
-        (losses[i].origin, trials[i].verdict if trials else "unknown")
+        (losses[i].origin, _shown_by(trials[i], dependent[i]))
+        if trials
+        else (losses[i].origin, "unknown")
         for i in bare
     )
     if not callable(stated):
@@ -77,6 +86,12 @@ def check_bare_losses(
         _warn_of_penalties(
             {o: v for o, v in verdicts.items() if o.startswith(ADDED)}, owner
         )
+
+
+def _shown_by(trial: LossTrial, is_dependent: bool | None) -> str:
+    """Say what a trial has shown: not that other data make no difference."""
+    is_chance = trial.verdict == "constant" and is_dependent
+    return "unknown" if is_chance else trial.verdict
 
 
 def _worst_verdicts(known: Iterable[tuple[str, str]]) -> dict[str, str]:

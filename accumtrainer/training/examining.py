@@ -7,6 +7,7 @@ from typing import Any, Literal
 from accumtrainer import errors
 from accumtrainer.data.batches import Window
 from accumtrainer.diagnosis.bare_losses import check_bare_losses
+from accumtrainer.diagnosis.data_flow import depend_on_data
 from accumtrainer.diagnosis.equivalence import Equivalence, EquivalenceCheck
 from accumtrainer.diagnosis.inspection import Inspection, Replay
 from accumtrainer.diagnosis.trials import Trials
@@ -63,13 +64,19 @@ class Examiner:
         if is_known or (is_stated and not warns):
             return
 
+        def find_dependent() -> list[bool | None]:
+            self._make_current()
+            return depend_on_data(self._parts, make_window())
+
         def find_trials() -> Any:
             if self._parts.backend.replicas.count > 1:
                 return []
             self._make_current()
             return self._trials().judge_losses(make_window())
 
-        check_bare_losses(self._parts, losses, find_trials, owner=owner)
+        check_bare_losses(
+            self._parts, losses, find_dependent, find_trials, owner=owner
+        )
         self._known_losses.append(losses)
 
     def compare(

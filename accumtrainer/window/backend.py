@@ -160,6 +160,25 @@ class WindowBackend(abc.ABC):
     def trace(self, function: Callable[[Batch], Nest], batch: Batch) -> Traced:
         """Run a function on abstract tensors like a batch of arrays."""
 
+    @abc.abstractmethod
+    def recipes(
+        self, function: Callable[[Batch], list[Tensor]], batch: Batch
+    ) -> list[int | None]:
+        """Tell how results are computed that owe nothing to a batch.
+
+        Args:
+            function: function of a batch, which `trace` has run before.
+            batch: of arrays.
+
+        Returns:
+            Of each result a number, the same wherever the same operations
+            compute it, of constants of the same shapes; or `None` where
+            numbers of the batch may go into it.
+
+        Raises:
+            Exception: nobody can tell, as Python may read numbers.
+        """
+
     def accepts(self, is_finite: Tensor) -> Tensor:
         """Say whether a window may be applied, which `check` may refuse.
 

@@ -33,6 +33,7 @@ from accumtrainer.steps.jax.programs import (
     to_spec,
     values_in,
 )
+from accumtrainer.steps.jax.recipes import recipes_of
 from accumtrainer.steps.jax.replicas import JaxReplicas
 from accumtrainer.window.backend import Traced
 
@@ -82,6 +83,15 @@ class JaxBackend(Backend):
         with jax.check_tracer_leaks(False):
             traced = jax.make_jaxpr(function)(specs)
         return Traced(_primitives(traced.jaxpr))
+
+    def recipes(
+        self, function: Callable[[Batch], list[Tensor]], batch: Batch
+    ) -> list[int | None]:
+        if self._run_eagerly:
+            raise ValueError("Python may compute with numbers that it reads")
+        specs = jax.tree.map(to_spec, batch)
+        with jax.check_tracer_leaks(False):
+            return recipes_of(jax.make_jaxpr(function)(specs))
 
     def compile(
         self,

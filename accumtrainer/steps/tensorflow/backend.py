@@ -34,6 +34,7 @@ from accumtrainer.steps.tensorflow.programs import (
     to_spec,
     warn_of_many_shapes,
 )
+from accumtrainer.steps.tensorflow.recipes import recipes_of
 from accumtrainer.steps.tensorflow.replicas import (
     TensorFlowReplicas,
     outside_of_strategies,
@@ -94,6 +95,23 @@ class TensorFlowBackend(Backend):
             specs = tree.map_structure(to_spec, batch)
             graph = traced.get_concrete_function(specs).graph
             return Traced(operations_of(graph))
+
+    def recipes(
+        self, function: Callable[[Batch], list[Tensor]], batch: Batch
+    ) -> list[int | None]:
+        if self._run_eagerly:
+            raise ValueError("Python may compute with numbers that it reads")
+        results: list[Tensor] = []
+
+        def run(batch: Batch) -> None:
+            # Returned they would wait for all that the graph has to do.
+            results.extend(map(tf.convert_to_tensor, function(batch)))
+
+        with self.replicas.scope():
+            specs = tree.map_structure(to_spec, batch)
+            traced = tf.function(run, autograph=False)
+            graph = traced.get_concrete_function(specs).graph
+        return recipes_of(graph, results)
 
     def compile(
         self,

@@ -44,6 +44,7 @@ from accumtrainer.steps.torch.loops import record_scan
 from accumtrainer.steps.torch.marks import record_branch
 from accumtrainer.steps.torch.modules import Modules, show_parameters
 from accumtrainer.steps.torch.programs import ChangedError, Holder, Program
+from accumtrainer.steps.torch.recipes import Recipes
 from accumtrainer.steps.torch.replicas import TorchReplicas
 from accumtrainer.steps.torch.scopes import Copied, Pending, innermost
 from accumtrainer.steps.torch.seeds import (
@@ -129,6 +130,21 @@ class TorchBackend(Backend):
                 raise
             trial, self._is_unwatched = unwatched, True
         return Traced(trial.operations, trial.fixes_sizes)
+
+    def recipes(
+        self, function: Callable[[Batch], list[Tensor]], batch: Batch
+    ) -> list[int | None]:
+        if self._is_unwatched:
+            raise ValueError("a layer, loss or metric cannot be watched")
+        tensors = tree.map_structure(_to_tensor, batch)
+        known = [] if self._model is None else self._model.variables
+        recipes = Recipes(tensors)
+        trial = Trial(known, recipes.watch)
+        with recorded_draws(), self._trying(trial):
+            results = function(tensors)
+        if not trial.fixes_sizes:
+            raise ValueError("Python may compute with numbers that it reads")
+        return list(map(recipes.of, results))
 
     def _try_unwatched(
         self,

@@ -1,6 +1,6 @@
 """Functions run once, to see what they do, of which nothing stays."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import optree
@@ -31,6 +31,7 @@ class Trial(_python_dispatch.TorchDispatchMode):
 
     Args:
         variables: that it may change, and convolutions read.
+        watch: function of an operation, what it is given and what it returns.
 
     Attributes:
         operations: the names of those that were run.
@@ -38,9 +39,14 @@ class Trial(_python_dispatch.TorchDispatchMode):
         kernels: which of them convolutions have read.
     """
 
-    def __init__(self, variables: Iterable[Variable]):
+    def __init__(
+        self,
+        variables: Iterable[Variable],
+        watch: Callable[..., None] = lambda *seen: None,
+    ):
         super().__init__()
         self._variables = list(variables)
+        self._watch = watch
         self.operations: set[str] = set()
         self.fixes_sizes = True
         self._host = Telling()
@@ -64,6 +70,7 @@ class Trial(_python_dispatch.TorchDispatchMode):
                 self._kept[key] = storage, storage.clone()
         result = function(*args, **kwargs)
         self.kernels.watch(function, args, result)
+        self._watch(function, args, kwargs, result)
         if all(r.alias_info is None for r in getattr(function, SCHEMA).returns):
             self._made |= set(map(_address, _tensors_in(result)))
         return result
