@@ -42,9 +42,11 @@ ROW = [
 ]
 """The operations of an update, with fewer ways through memory."""
 
-OWN = getattr(torch, "_fused_adam_")  # noqa: B009
-"""PyTorch's operation, which `torch.optim.Adam(fused=True)` calls. There is no
-other way to give it lists of means."""
+FUSED = "_fused_adam_"
+"""What `torch.optim.Adam(fused=True)` calls. PyTorch has no other name for it
+under which it takes means that somebody else keeps."""
+
+OWN = getattr(torch, FUSED)
 
 AFTER_ALL = torch.tensor(math.inf)
 """How many updates were made, by which nothing is corrected."""
