@@ -18,7 +18,11 @@ from accumtrainer.window.losses import (
     shape_of,
     sort_of,
 )
-from accumtrainer.window.reducing import couples_examples, reduces_examples
+from accumtrainer.window.reducing import (
+    couples_examples,
+    fails_to_add_up,
+    reduces_examples,
+)
 
 _Shape = tuple[int | None, ...]
 
@@ -189,29 +193,35 @@ class _Measuring(keras.losses.Loss):
         ):
             origin = errors.LOSS_OF_ROWLESS.format(loss=loss.name)
             measured = measured._replace(origin=origin)
-        if isinstance(measured, WeightedLoss) and sort_of(measured) != "sum":
+        if isinstance(measured, WeightedLoss):
+            sort = sort_of(measured)
             output = self.outputs.setdefault(len(self._measured), _Output())
             if output.flaw is None:
-                output.flaw = self._find_flaw(loss, y_true, y_pred)
+                output.flaw = self._find_flaw(loss, y_true, y_pred, sort)
             output.shape = _shape_if_spread(loss, y_true, y_pred)
             flaw = errors.PAIRING_OUTPUTS if output.pairs else output.flaw
             if flaw:
                 origin = flaw.format(loss=loss.name)
                 measured = (
                     replace(measured, origin=origin)
-                    if measured.is_sum
+                    if sort == "values"
                     else BareLoss(measured.mean, origin)
                 )
         self._measured.append(measured)
         return ops.zeros(())  # the sum is not Keras's to make
 
-    def _find_flaw(self, loss: Any, y_true: Tensor, y_pred: Tensor) -> str:
+    def _find_flaw(
+        self, loss: Any, y_true: Tensor, y_pred: Tensor, sort: str
+    ) -> str:
         """Say why nobody knows what it was divided by, "" if it is known."""
-        if reduces_examples(loss, y_true, y_pred):
+        given = loss, y_true, y_pred
+        is_of_keras = self._is_of_keras(y_true, y_pred)
+        if sort == "sum":  # of whatever
+            is_none = not is_of_keras and fails_to_add_up(*given)
+            return errors.REDUCED_LOSS if is_none else ""
+        if reduces_examples(*given):
             return errors.REDUCED_LOSS
-        if self._is_of_keras(y_true, y_pred):
-            return ""
-        is_coupled = couples_examples(loss, y_true, y_pred)
+        is_coupled = not is_of_keras and couples_examples(*given)
         return errors.COUPLING_LOSS if is_coupled else ""
 
     def _averages(self, y_true: Tensor, y_pred: Tensor, weights: Any) -> bool:

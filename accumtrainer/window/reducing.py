@@ -8,7 +8,7 @@ nothing about what it was averaged over.
 import contextlib
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -59,12 +59,36 @@ def couples_examples(loss: Any, y_true: Nest, y_pred: Nest) -> bool:
         y_true: tensor of targets, of which the shape counts, or nest of such.
         y_pred: the same of predictions.
     """
+    return _is_tried(loss, y_true, y_pred, _exchanged)
+
+
+def fails_to_add_up(loss: Any, y_true: Nest, y_pred: Nest) -> bool:
+    """Whether the values of a loss come to another sum in parts of a batch.
+
+    Args:
+        loss: as for `couples_examples`, and tried like that.
+        y_true: the same.
+        y_pred: the same.
+    """
+    return _is_tried(loss, y_true, y_pred, _total)
+
+
+def _is_tried(*arguments: Any) -> bool:
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_is_coupled, loss, y_true, y_pred).result()
+        return pool.submit(_differs, *arguments).result()
 
 
-def _is_coupled(loss: Any, y_true: Nest, y_pred: Nest) -> bool:
-    """Whether f(A, B) + f(C, D) is not f(A, D) + f(C, B), as for a sum."""
+def _exchanged(loss: Any, a: Nest, b: Nest, c: Nest, d: Nest) -> float:
+    return _total(loss, a, d) + _total(loss, c, b)
+
+
+def _differs(
+    loss: Any,
+    y_true: Nest,
+    y_pred: Nest,
+    as_much: Callable[..., float],
+) -> bool:
+    """Whether f(A, B) + f(C, D) differs from what is `as_much` of a sum."""
     rng = np.random.default_rng(0)
 
     def rows_like(nest: Nest, digits: int) -> Nest:
@@ -84,10 +108,9 @@ def _is_coupled(loss: Any, y_true: Nest, y_pred: Nest) -> bool:
                 [rows_like(y_true, digits), rows_like(y_pred, 9)]
                 for _ in range(4)
             )
-            pairs = (a, b), (c, d), (a, d), (c, b)
-            one, other, crossed, too = (_total(loss, *pair) for pair in pairs)
-            difference = abs(one + other - crossed - too)
-            size = max(map(abs, (one, other, crossed, too)))
+            one, other = _total(loss, a, b), _total(loss, c, d)
+            difference = abs(one + other - as_much(loss, a, b, c, d))
+            size = max(abs(one), abs(other))
             # Where it draws, it is another one again.
             if difference > 1e-4 * size and one == _total(loss, a, b):
                 return True
@@ -131,14 +154,13 @@ def _copy_of_leaf(leaf: Any) -> Any:
     return leaf if is_ours else copy.deepcopy(leaf)
 
 
-def _total(loss: Any, rows: list[Nest], beside: list[Nest]) -> float:
+def _total(loss: Any, *rows: list[Nest]) -> float:
     """Add up the values of some rows beside others."""
     given = tree.map_structure(
-        lambda *pair: ops.convert_to_tensor(
-            np.concatenate(pair), dtype=loss.dtype
+        lambda *parts: ops.convert_to_tensor(
+            np.concatenate(parts), dtype=loss.dtype
         ),
-        rows,
-        beside,
+        *rows,
     )
     values = ops.convert_to_numpy(ops.cast(loss.call(*given), "float32"))
     return float(np.sum(values, dtype="float64"))

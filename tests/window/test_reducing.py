@@ -48,6 +48,11 @@ class SumOfColumns(keras.losses.Loss):
         return sum_of_columns(y_true, y_pred)
 
 
+class MeanOfColumns(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return mean_of_columns(y_true, y_pred)
+
+
 def make_model():
     model = keras.Sequential([keras.Input([5]), keras.layers.Dense(3)])
     model.set_weights([np.full(w.shape, 0.1) for w in model.weights])
@@ -101,6 +106,15 @@ def test_mean_over_samples_in_columns_is_exact_as_stated():
 
 def test_sum_of_columns_that_says_so_is_a_sum():
     assert_exact(SumOfColumns(reduction="sum"))
+
+
+def test_sum_of_means_over_examples_is_no_sum_over_them():
+    with pytest.raises(ValueError, match="is a mean over samples"):
+        make_trainer(MeanOfColumns(reduction="sum")).fit(
+            X, Y, batch_size=24, verbose=0
+        )
+    assert_exact(MeanOfColumns(reduction="sum"), size=24)
+    assert_exact(MeanOfColumns(reduction="sum"), denominator="samples")
 
 
 def test_values_of_all_elements_in_a_row_are_believed():
@@ -213,9 +227,11 @@ def pairing_model():
 
 
 @pytest.mark.parametrize("is_in_fit", [False, True])
-def test_outputs_that_pair_examples_are_refused(is_in_fit):
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
+def test_outputs_that_pair_examples_are_refused(is_in_fit, reduction):
     model = pairing_model()
-    model.compile(keras.optimizers.SGD(0.1), "mse")
+    loss = keras.losses.MeanSquaredError(reduction=reduction)
+    model.compile(keras.optimizers.SGD(0.1), loss)
     accumulation = Accumulation(micro_batch_size=6)
     with pytest.raises(ValueError, match="pair examples") as caught:
         if is_in_fit:
