@@ -60,11 +60,11 @@ class BatchReader:
     def _compare_size(self, samples: int, index: int) -> None:
         """Warn once of batches other than somebody has said.
 
-        One of an epoch may be shorter, as shuffled ones not the last alone.
+        One may be shorter, as where a round of the data ends, not two in turn.
         """
         if self._size is None:
             return
-        if not index:
+        if samples >= self._size or not index:
             self._shorter = 0
         self._shorter += samples < self._size
         if samples > self._size or self._shorter > 1:

@@ -45,7 +45,8 @@ def check_bare_losses(
 
     Raises:
         ValueError: there are some, and nobody has stated anything; or an
-            activity regularizer is no sum over samples.
+            activity regularizer is no sum over samples; or several values of a
+            loss are not known to add up over examples.
     """
     bare = [i for i, loss in enumerate(losses) if loss.origin]
     if not bare or parts.combine != "exact":
@@ -69,6 +70,17 @@ def check_bare_losses(
                 errors.NO_SUM_OVER_SAMPLES.format(
                     regularizer=origin,
                     shown=COUPLES if verdict == "couples" else NO_SUM,
+                    combine=_combine(owner),
+                )
+            )
+    for origin in [o for o in verdicts if o.endswith(errors.OF_VALUES)]:
+        verdict = verdicts.pop(origin)
+        if verdict != "right":
+            raise ValueError(
+                errors.VALUES_OF_NO_EXAMPLES.format(
+                    origin=origin,
+                    shown=_shown({origin: verdict}),
+                    owner=owner,
                     combine=_combine(owner),
                 )
             )

@@ -120,6 +120,14 @@ LOSSES_OF_SEVERAL_SHAPES = (
     "them the same reduction, as 'sum_over_batch_size' or 'sum'."
 )
 
+VALUES_OF_NO_EXAMPLES = (
+    "Several values of a loss must add up over examples where an update has "
+    "several micro-batches, because their sum is descended, as in Keras. "
+    "Received: {origin}. {shown}Have it be one number, and say "
+    "{owner}(denominator=...) what that was averaged over, or choose "
+    "{combine}(combine='mean') for the plain mean over micro-batches."
+)
+
 BARE_LOSS = (
     "A loss must say what it was averaged over where an update has several "
     "micro-batches, because they may count differently. Received: a bare "
@@ -140,6 +148,7 @@ REDUCED_LOSS = "the loss {loss!r}, whose values are not one per example"
 PAIRED = " of outputs that pair examples"
 DEPENDENT = ", whose value of one example depends on the others"
 ROWLESS = ", whose outputs have no axis but that of examples"
+OF_VALUES = ", which is several values"
 PAIRING_OUTPUTS = "the loss {loss!r}" + PAIRED
 COUPLING_LOSS = "the loss {loss!r}" + DEPENDENT
 LOSS_OF_ROWLESS = "the loss {loss!r}" + ROWLESS

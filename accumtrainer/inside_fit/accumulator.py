@@ -112,11 +112,10 @@ class FitAccumulator(Hooks):
         """Make what depends on how the model is compiled."""
         model, denominator = self.model, self._options["denominator"]
         run_eagerly = should_run_eagerly(model)
-        self._backend = make_backend(
-            run_eagerly=run_eagerly,
-            # What Keras has made of "auto", it does not tell.
-            jit_compile="auto" if model.jit_compile else False,
-        )
+        # What Keras has made of "auto", it does not tell.
+        jit_compile: Any = "auto" if model.jit_compile else False
+        compiling = {"run_eagerly": run_eagerly, "jit_compile": jit_compile}
+        self._backend = make_backend(**compiling)
         self._followed = self._backend.followed = Followed(self._look)
         check_fit(model, self._backend)
         check_options(
@@ -154,7 +153,7 @@ class FitAccumulator(Hooks):
         self._examiner = Examiner(
             self._parts,
             self._backend.write_back,
-            run_eagerly=run_eagerly,
+            **compiling,
         )
         self._kind: Hashable = None
         self._trains = compiled_as(model)

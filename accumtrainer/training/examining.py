@@ -139,5 +139,7 @@ class Examiner:
 
         The shapes of what is tried aside say nothing of training.
         """
-        backend = make_backend(run_eagerly=self._run_eagerly)
+        backend = make_backend(
+            run_eagerly=self._run_eagerly, jit_compile=self._jit_compile
+        )
         return replace(self._parts, backend=backend)

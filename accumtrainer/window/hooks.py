@@ -376,7 +376,7 @@ class Hooks:
                 loss = model.compute_loss(*given.values(), **mode)
         if not isinstance(loss, WeightedLoss):
             origin = f"{type(model).__name__}.compute_loss"
-            loss = values_or_bare(loss, origin, x)
+            loss = values_or_bare(loss, origin)
         return replace(self._known_weight(loss, batch), outputs=outputs)
 
     def _known_weight(

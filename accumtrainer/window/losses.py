@@ -140,14 +140,14 @@ def measure(
     origin = f"the loss {loss.name!r}"
     if type(loss).__call__ is not keras.losses.Loss.__call__:
         value = loss(y_true, y_pred, sample_weight)
-        return _required(loss, values_or_bare(value, origin, y_pred))
+        return _required(loss, values_or_bare(value, origin))
     if y_true is None:
         raise ValueError(errors.NO_TARGETS.format(loss=loss.name))
     kept = _KeptValues(loss)
     value = kept(y_true, y_pred, _own_weights(sample_weight, y_pred))
     is_coupled = isinstance(loss, COUPLING_LOSSES)
     if shape_of(value):
-        measured = _required(loss, values_or_bare(value, origin, y_pred))
+        measured = _required(loss, values_or_bare(value, origin))
         return replace(measured, origin=origin if is_coupled else "")
     if len(kept.values.shape) == 0 or is_coupled:
         return BareLoss(value, origin)
@@ -189,26 +189,24 @@ def logged(loss: WeightedLoss) -> tuple[Any, Any]:
         Pair of scalars; the second is 1 for sums.
     """
     if sort_of(loss) == "values":
-        return ops.mean(ops.cast(loss.mean, "float32")), ops.size(loss.mean)
+        count = ops.cast(ops.size(loss.mean), "float32")  # 0 if all are masked
+        return minimized(loss) / ops.maximum(count, 1.0), count
     return loss.mean, 1.0 if loss.is_sum else loss.denominator
 
 
-def values_or_bare(
-    value: Any, origin: str, examples: Nest
-) -> "WeightedLoss | BareLoss":
+def values_or_bare(value: Any, origin: str) -> "WeightedLoss | BareLoss":
     """Make a loss of what has reduced by itself, or was not reduced.
 
-    Where Keras descends the sum of several values, and there are as many of
-    them as of examples or a multiple, it is that.
+    Of several values Keras descends the sum, or refuses them. Whether they add
+    up over examples is left to a trial, see `check_bare_losses`.
 
     Args:
         value: tensor.
         origin: see `BareLoss`.
-        examples: nest of tensors, of which the first axis counts.
     """
-    shape = shape_of(value)
-    if DESCENDS_SUMS and shape and shape[0] in (None, known_length(examples)):
-        return WeightedLoss(value, None, is_uniform=True)
+    if DESCENDS_SUMS and shape_of(value):
+        origin += errors.OF_VALUES
+        return WeightedLoss(value, None, is_uniform=True, origin=origin)
     return BareLoss(value, origin)
 
 

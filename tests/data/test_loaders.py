@@ -473,6 +473,7 @@ class Batches(keras.utils.PyDataset):
     [
         (2, [2, 2], False),
         (2, [2, 1, 2], False),  # shuffled, the last may come earlier
+        (2, [2, 1, 2, 1], False),  # of two rounds
         (9, [5], False),
         (2, [2, 3], True),
         (9, [5, 5], True),

@@ -11,6 +11,9 @@ from accumtrainer import Accumulation, Trainer, WeightedLoss, WindowLossTrainer
 from accumtrainer.callbacks import GradientAccumulation
 from accumtrainer.keras_api import BACKEND, keras, ops
 
+if BACKEND == "tensorflow":
+    import tensorflow as tf
+
 layers, losses = keras.layers, keras.losses
 
 of_tensorflow = pytest.mark.skipif(
@@ -50,11 +53,50 @@ class OfFeatures(losses.Loss):
         return ops.mean(ops.square(y_true - y_pred), axis=0)
 
 
+class OfAll(losses.Loss):
+    """Has one value, which is in an axis."""
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return ops.reshape(ops.mean(ops.square(y_true - y_pred)), [1])
+
+
+class RanksItself(Ranked):
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return self.call(y_true, y_pred)
+
+
+class OfTokens(losses.Loss):
+    """Has the values of all examples in a row."""
+
+    def call(self, y_true, y_pred):
+        return ops.reshape(ops.square(y_true - y_pred), [-1])
+
+
 class ComputesValues(keras.Model):
     def compute_loss(
         self, x=None, y=None, y_pred=None, sample_weight=None, training=True
     ):
         return ops.square(y - y_pred)
+
+
+class ComputesMasked(keras.Model):
+    """Leaves values out, all of them in some micro-batches."""
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        errors = ops.mean(ops.square(y - y_pred), axis=-1)
+        return tf.boolean_mask(errors, ops.max(y, axis=-1) > 0)
+
+
+class ComputesShares(keras.Model):
+    """Divides the value of each example by their number."""
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        samples = ops.cast(ops.shape(y)[0], "float32")
+        return ops.mean(ops.square(y - y_pred), axis=-1) / samples
 
 
 def mse():
@@ -79,6 +121,7 @@ CASES = {
     "one per row": {"loss": mse},
     "weights": {"loss": mse, "weights": WEIGHTS, "loss_weights": [3.0]},
     "a column": {"loss": OfColumns},
+    "tokens in a row": {"loss": lambda: OfTokens(reduction="none")},
     "one per token": {
         "loss": mse,
         "y": Y[:, :, None],
@@ -151,6 +194,16 @@ def test_sum_is_descended_and_mean_is_logged_as_in_keras(name, how):
 
 
 @of_tensorflow
+@pytest.mark.parametrize("how", ["cut up", "steps", "fit"])
+def test_values_may_be_left_out(how):
+    case = {"model": lambda: make_model(cls=ComputesMasked)}
+    found, expected = trained(how, case), trained("keras", case)
+    for one, other in zip(found[0], expected[0], strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    assert np.isfinite(found[1]["loss"]).all()
+
+
+@of_tensorflow
 def test_trial_finds_values_of_examples_exact():
     trainer = Trainer(make_model(), optimizer="sgd", loss=mse(), accumulation=3)
     found = trainer.check_equivalence((X, Y))
@@ -172,17 +225,38 @@ def test_values_beside_losses_of_other_shapes_are_refused(others):
 
 
 @of_tensorflow
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("is_in_fit", [False, True])
 @pytest.mark.parametrize(
-    ("loss", "message"),
-    [(Ranked(reduction="none"), "denominator"), (OfFeatures(), "reduction")],
+    ("loss", "cls"),
+    [
+        (Ranked(reduction="none"), keras.Model),
+        (RanksItself(), keras.Model),
+        (OfFeatures(), keras.Model),
+        (OfAll(), keras.Model),
+        (None, ComputesShares),
+    ],
+    ids=lambda value: getattr(value, "name", None),
 )
-def test_values_that_do_not_add_up_are_refused(loss, message):
-    model = make_model()
-    trainer = Trainer(
-        model, optimizer="sgd", loss=loss, accumulation=Accumulation(steps=2)
-    )
-    with pytest.raises(ValueError, match=message):
-        trainer.fit(X, Y, batch_size=5, verbose=0)
+def test_values_that_do_not_add_up_are_refused(loss, cls, is_in_fit, size):
+    model = make_model(cls=cls)
+    model.compile("sgd", loss)
+    data = {"x": X, "y": Y, "batch_size": size, "verbose": 0}
+    with pytest.raises(ValueError, match="must (say what|add up)"):
+        if is_in_fit:
+            model.fit(**data, callbacks=[GradientAccumulation(steps=2)])
+        else:
+            Trainer(model, accumulation=2).fit(**data)
+
+
+@of_tensorflow
+@pytest.mark.parametrize("loss", [OfFeatures, OfAll])
+def test_values_of_a_whole_batch_are_those_of_keras(loss):
+    case = {"loss": loss}
+    for one, other in zip(
+        trained("alone", case)[0], trained("keras", case)[0], strict=True
+    ):
+        np.testing.assert_allclose(one, other, atol=1e-6)
 
 
 @elsewhere
