@@ -12,6 +12,7 @@ from accumtrainer.data.batches import Batch, Window, map_leaves
 from accumtrainer.diagnosis.groups import to_host
 from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.types import Tensor
+from accumtrainer.window.backend import UNKNOWN, Recipe
 from accumtrainer.window.draws import host_drawing_again
 from accumtrainer.window.hooks import collect_logs, context_of
 from accumtrainer.window.parts import WindowParts
@@ -37,14 +38,18 @@ def depend_on_data(parts: WindowParts, window: Window) -> list[bool | None]:
         once = _first_of(window)
         twice = map_leaves(lambda leaf: np.concatenate([leaf, leaf]), once)
         found = [_recipes(parts, batch) for batch in (once, twice)]
-        return [
-            True if one is None else None if one != other else False
-            for one, other in zip(*found, strict=True)
-        ]
+        return [_compare(*pair) for pair in zip(*found, strict=True)]
     return []
 
 
-def _recipes(parts: WindowParts, batch: Batch) -> list[int | None]:
+def _compare(once: Recipe, twice: Recipe) -> bool | None:
+    """Tell by its recipes whether a loss depends on data."""
+    if UNKNOWN in (once, twice):
+        return None
+    return True if once is None else None if once != twice else False
+
+
+def _recipes(parts: WindowParts, batch: Batch) -> list[Recipe]:
     """Tell of each loss how it is computed; see `WindowBackend.recipes`."""
     hooks, passes = parts.hooks, Passes(parts)
 

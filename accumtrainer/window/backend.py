@@ -19,6 +19,22 @@ from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
 from accumtrainer.window.weighing import Shares
 
+UNKNOWN = "unknown"
+"""What stands for a recipe where nobody can tell whether a batch goes in."""
+
+Recipe = int | str | None
+"""How something is computed: a number, `UNKNOWN`, or `None` of a batch."""
+
+MAX_COMPARED = 2**16
+"""How many numbers a constant may have that is told from others by them."""
+
+
+def recipe_of(parts: Sequence[Any], given: Sequence[Recipe]) -> Recipe:
+    """Tell how an operation computes from what it is given."""
+    if None in given:
+        return None
+    return UNKNOWN if UNKNOWN in given else hash((*parts, *given))
+
 
 class Replicas:
     """Who runs a share of each window: here one device, in one process.
@@ -163,7 +179,7 @@ class WindowBackend(abc.ABC):
     @abc.abstractmethod
     def recipes(
         self, function: Callable[[Batch], list[Tensor]], batch: Batch
-    ) -> list[int | None]:
+    ) -> list[Recipe]:
         """Tell how results are computed that owe nothing to a batch.
 
         Args:
@@ -172,8 +188,9 @@ class WindowBackend(abc.ABC):
 
         Returns:
             Of each result a number, the same wherever the same operations
-            compute it, of constants of the same shapes; or `None` where
-            numbers of the batch may go into it.
+            compute it, of the same constants, or large ones of the same shape;
+            `UNKNOWN` where nobody can tell; or `None` where numbers of the
+            batch may go into it.
 
         Raises:
             Exception: nobody can tell, as Python may read numbers.

@@ -16,6 +16,7 @@ from accumtrainer.keras_api import keras, ops
 pytestmark = pytest.mark.usefixtures("without_xla")
 
 layers = keras.layers
+BACKEND = keras.backend.backend()
 X = np.random.default_rng(0).normal(size=[22, 5]).astype("float32")
 Y = X[:, :3] ** 2
 
@@ -91,7 +92,9 @@ def make_model(layer, make=Subclassed):
 def train(model, by, k=4, run_eagerly=False, **options):
     """Train for two epochs of one update each; of k = 4 the last part has 4."""
     sgd = keras.optimizers.SGD(0.1)
-    model.compile(sgd, "mse", run_eagerly=run_eagerly, jit_compile=False)
+    # JAX compiles nothing without XLA.
+    compiles = BACKEND == "jax" and not run_eagerly
+    model.compile(sgd, "mse", run_eagerly=run_eagerly, jit_compile=compiles)
     options = {"epochs": 2, "shuffle": False, "verbose": 0} | options
     options["batch_size"] = 6 if k == 4 else 22
     if by == "Trainer":
@@ -113,14 +116,6 @@ def norm(layer):
     return ops.sqrt(ops.sum(ops.square(layer.kernel)))
 
 
-@ops.custom_gradient
-def rounded(x):
-    def grad(*args, upstream=None):
-        return args[0] if upstream is None else upstream
-
-    return ops.round(x), grad
-
-
 PENALTIES = {
     "of ones": {},
     "of zeros": {"begin": "zeros"},
@@ -129,7 +124,6 @@ PENALTIES = {
         "of": lambda layer, x: layer.coefficient * norm(layer)
     },
     "inactive hinge": {"of": lambda layer, x: ops.relu(norm(layer) - 9.0)},
-    "rounded": {"of": lambda layer, x: ops.mean(rounded(layer.kernel * 3.0))},
     "with a branch": {
         "of": lambda layer, x: ops.where(
             layer.coefficient > 0.0, norm(layer), ops.max(layer.kernel)
@@ -185,6 +179,26 @@ def shared_by_tensor(layer, x):
     return ops.relu(norm(layer) - 9.0) / ops.cast(ops.shape(x)[0], "float32")
 
 
+def shared_by_vector(layer, x):
+    rows = np.full([8, 1], 1.0 / x.shape[0], "float32")
+    return ops.sum(ops.convert_to_tensor(rows) * ops.square(layer.kernel))
+
+
+def shared_by_host(layer, x):
+    """Ask the host, which knows the number of examples."""
+    if BACKEND != "jax":
+        return shared_by_vector(layer, x)
+    import jax
+
+    n = x.shape[0]
+    share = jax.pure_callback(
+        lambda c: np.float32((c + 1.0) / n),
+        jax.ShapeDtypeStruct((), "float32"),
+        layer.coefficient.value,
+    )
+    return norm(layer) * share
+
+
 def constant(layer, x):
     """Depend on weights and on data, which show in nothing."""
     return norm(layer) + masked(layer, x)
@@ -192,7 +206,11 @@ def constant(layer, x):
 
 @by_both
 @pytest.mark.parametrize(
-    "of", [masked, written, shared, shared_by_tensor, constant]
+    "of",
+    [
+        *(masked, written, shared, shared_by_tensor, constant),
+        *(shared_by_vector, shared_by_host),
+    ],
 )
 def test_what_the_batch_does_not_show_in_today_is_no_penalty(of, by):
     model = make_model(Penalized(of=of, name="layer"))
@@ -206,13 +224,49 @@ def spread(layer, x):
     return ops.mean(ops.ones(ops.shape(x)) * norm(layer))
 
 
+def spread_alike(layer, x):
+    return norm(layer) * ops.mean(ops.ones_like(x))
+
+
+def with_outputs(layer, x):
+    """Compute the penalty in a branch that computes outputs, too."""
+    kernel = ops.convert_to_tensor(layer.kernel)
+    if BACKEND == "torch":  # which looks at what runs
+        return spread(layer, x)
+    return ops.cond(
+        layer.coefficient < 1.0,
+        lambda: (ops.matmul(x, kernel), ops.sum(ops.square(kernel))),
+        lambda: (ops.matmul(x, -kernel), ops.sum(ops.abs(kernel))),
+    )[1]
+
+
+@ops.custom_gradient
+def rounded(x):
+    def grad(*args, upstream=None):
+        return args[0] if upstream is None else upstream
+
+    return ops.round(x), grad
+
+
+def with_own_gradient(layer, x):
+    if BACKEND == "torch":  # where gradients are not looked at
+        return spread(layer, x)
+    return ops.mean(rounded(layer.kernel * 3.0))
+
+
 def read(layer, x):
     """Have Python read a number, which it can where nothing is compiled."""
     return norm(layer) * (1.0 + float(layer.coefficient.numpy()))
 
 
 @by_both
-@pytest.mark.parametrize(("of", "run_eagerly"), [(spread, False), (read, True)])
+@pytest.mark.parametrize(
+    ("of", "run_eagerly"),
+    [
+        *((spread, False), (spread_alike, False), (with_outputs, False)),
+        *((with_own_gradient, False), (read, True)),
+    ],
+)
 def test_penalty_that_only_a_trial_shows_is_warned_of(of, run_eagerly, by):
     def make():
         return make_model(Penalized(of=of, name="layer"))

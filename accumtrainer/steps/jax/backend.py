@@ -35,7 +35,7 @@ from accumtrainer.steps.jax.programs import (
 )
 from accumtrainer.steps.jax.recipes import recipes_of
 from accumtrainer.steps.jax.replicas import JaxReplicas
-from accumtrainer.window.backend import Traced
+from accumtrainer.window.backend import Recipe, Traced
 
 
 class JaxBackend(Backend):
@@ -86,7 +86,7 @@ class JaxBackend(Backend):
 
     def recipes(
         self, function: Callable[[Batch], list[Tensor]], batch: Batch
-    ) -> list[int | None]:
+    ) -> list[Recipe]:
         if self._run_eagerly:
             raise ValueError("Python may compute with numbers that it reads")
         specs = jax.tree.map(to_spec, batch)

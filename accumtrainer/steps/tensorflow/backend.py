@@ -40,7 +40,7 @@ from accumtrainer.steps.tensorflow.replicas import (
     outside_of_strategies,
 )
 from accumtrainer.steps.tensorflow.squares import is_worth_a_loop, sum_in_rows
-from accumtrainer.window.backend import Traced, dtype_of_sum
+from accumtrainer.window.backend import Recipe, Traced, dtype_of_sum
 
 
 class TensorFlowBackend(Backend):
@@ -98,7 +98,7 @@ class TensorFlowBackend(Backend):
 
     def recipes(
         self, function: Callable[[Batch], list[Tensor]], batch: Batch
-    ) -> list[int | None]:
+    ) -> list[Recipe]:
         if self._run_eagerly:
             raise ValueError("Python may compute with numbers that it reads")
         results: list[Tensor] = []

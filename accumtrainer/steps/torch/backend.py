@@ -54,7 +54,7 @@ from accumtrainer.steps.torch.seeds import (
 from accumtrainer.steps.torch.squares import MANY, sum_in_rows
 from accumtrainer.steps.torch.tensors import default_device, to_tensor
 from accumtrainer.steps.torch.trials import Trial, UnwatchedTrial
-from accumtrainer.window.backend import Traced, dtype_of_sum
+from accumtrainer.window.backend import Recipe, Traced, dtype_of_sum
 
 IS_PROFILING = "_is_profiler_enabled"
 """What tells whether a profiler is running; it has no public name."""
@@ -133,7 +133,7 @@ class TorchBackend(Backend):
 
     def recipes(
         self, function: Callable[[Batch], list[Tensor]], batch: Batch
-    ) -> list[int | None]:
+    ) -> list[Recipe]:
         if self._is_unwatched:
             raise ValueError("a layer, loss or metric cannot be watched")
         tensors = tree.map_structure(_to_tensor, batch)

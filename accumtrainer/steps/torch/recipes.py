@@ -1,5 +1,6 @@
 """How results of operations on a batch are computed, seen as they run."""
 
+import ctypes
 import weakref
 from typing import Any
 
@@ -8,6 +9,13 @@ import torch
 
 from accumtrainer.keras_api.types import Nest
 from accumtrainer.steps.torch.schemas import arguments_changed_by
+from accumtrainer.window.backend import MAX_COMPARED, Recipe, recipe_of
+
+MADE_BY_SHAPE = {
+    *("ones_like", "zeros_like", "full_like", "empty_like"),
+    *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"),
+}
+"""Operations that read nothing of their first argument but how it lies."""
 
 
 class Recipes:
@@ -18,7 +26,7 @@ class Recipes:
     """
 
     def __init__(self, batch: Nest):
-        self._known: weakref.WeakKeyDictionary[Any, int | None] = (
+        self._known: weakref.WeakKeyDictionary[Any, Recipe] = (
             weakref.WeakKeyDictionary()
         )
         for tensor in _tensors_in(batch):
@@ -28,17 +36,21 @@ class Recipes:
         """Note what an operation of PyTorch has made, or changed."""
         arguments: Any = (args, kwargs)
         leaves = optree.tree_leaves(arguments, none_is_leaf=True)
-        given = [self.of(leaf) for leaf in leaves]
-        recipe = None if None in given else hash((str(function), *given))
+        parts = [str(function)]
+        read_from = leaves
+        if _name_of(function) in MADE_BY_SHAPE:
+            parts += [str((result.shape, result.dtype))]
+            read_from = leaves[1:]
+        recipe = recipe_of(parts, [self.of(leaf) for leaf in read_from])
         read = {t.untyped_storage() for t in _tensors_in(leaves)}
         for tensor in _tensors_in(arguments_changed_by(function, args, kwargs)):
             self._known[tensor.untyped_storage()] = recipe
         for place, tensor in enumerate(_tensors_in(result)):
             if tensor.untyped_storage() not in read:  # it is no view
-                made = None if recipe is None else hash((recipe, place))
+                made = recipe_of((place,), [recipe])
                 self._known[tensor.untyped_storage()] = made
 
-    def of(self, leaf: Any) -> int | None:
+    def of(self, leaf: Any) -> Recipe:
         """Tell how what an operation is given, or a result, was computed."""
         if not isinstance(leaf, torch.Tensor):
             is_generator = isinstance(leaf, torch.Generator)
@@ -46,12 +58,24 @@ class Recipes:
         storage = leaf.untyped_storage()
         if storage in self._known:
             recipe = self._known[storage]
-        else:  # Constants are told apart by shape, and numbers by their value.
-            recipe = hash(str(leaf.item()) if leaf.numel() == 1 else "")
-        if recipe is None:
-            return None
+        else:  # Constants are told apart by numbers, and large ones by shape.
+            recipe = hash((str(leaf.dtype), _bytes_of(leaf)))
         lies = leaf.shape, leaf.stride(), leaf.storage_offset()
-        return hash((recipe, *lies))
+        return recipe_of(lies, [recipe])
+
+
+def _bytes_of(tensor: Any) -> bytes:
+    """Read the numbers of a tensor, if it is not large."""
+    if tensor.numel() > MAX_COMPARED:
+        return b""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+    # To ask for an array would count as a layer's asking.
+    return ctypes.string_at(flat.data_ptr(), flat.numel())
+
+
+def _name_of(function: Any) -> str:
+    packet = getattr(function, "overloadpacket", None)
+    return getattr(packet, "__name__", "")
 
 
 def _tensors_in(nest: Nest) -> list[Any]:
