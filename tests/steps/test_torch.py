@@ -147,7 +147,9 @@ def test_programs_that_the_compiler_refuses_run_without_it(monkeypatch):
     monkeypatch.setattr(source, "COMPILER", refuse)
     with pytest.warns(UserWarning, match="no such code"):
         one = train(make_model(), jit_compile=True)
-    assert_same(one, train(make_model()))
+    pairs = zip(everything(one), everything(train(make_model())), strict=True)
+    for refused, other in pairs:  # that has PyTorch's own Adam
+        np.testing.assert_allclose(refused, other, rtol=1e-5, atol=1e-7)
 
 
 def test_operations_are_called_by_what_pytorch_generates_for_them():
