@@ -14,12 +14,14 @@ class Target:
         loss: text of a loss, `"None"` for none.
         data: text that makes its labels, given `shape` and `rng`.
         metrics: list of texts of metrics that take it.
+        width: int, of the output.
         has_classes: whether its labels are numbers of classes.
     """
 
     loss: str
     data: str
     metrics: tuple
+    width: int
     has_classes: bool = False
 
 
@@ -48,13 +50,15 @@ def draw_target(draw, output, is_number=False):
             "metrics.RootMeanSquaredError()",
             "SumAndCount()",
         )
-        return Target(loss_text(draw, name, names[name]), number, metrics)
+        loss = loss_text(draw, name, names[name])
+        return Target(loss, number, metrics, output.width)
     options = "from_logits=True"
     if kind == "binary":
         data = "rng.integers(0, 2, {shape}).astype('float32')"
         name = draw.choice(["BinaryCrossentropy", "BinaryFocalCrossentropy"])
         metrics = ("metrics.BinaryAccuracy(threshold=0.0)", "'mae'")
-        return Target(loss_text(draw, None, name, options), data, metrics)
+        loss = loss_text(draw, None, name, options)
+        return Target(loss, data, metrics, output.width)
     if kind == "class":
         data = "rng.integers(0, {width}, {shape_without_width})"
         if draw.random() < 0.2:
@@ -65,7 +69,8 @@ def draw_target(draw, output, is_number=False):
         )
         name = "SparseCategoricalCrossentropy"
         loss = loss_text(draw, None, name, options)
-        return Target(loss, data, metrics, output.kind == "vector")
+        has_classes = output.kind == "vector"
+        return Target(loss, data, metrics, output.width, has_classes)
     data = (
         "np.eye({width}, dtype='float32')"
         "[rng.integers(0, {width}, {shape_without_width})]"
@@ -73,9 +78,8 @@ def draw_target(draw, output, is_number=False):
     name = draw.choice(
         ["CategoricalCrossentropy", "CategoricalFocalCrossentropy"]
     )
-    return Target(
-        loss_text(draw, None, name, options), data, ("'categorical_accuracy'",)
-    )
+    loss = loss_text(draw, None, name, options)
+    return Target(loss, data, ("'categorical_accuracy'",), output.width)
 
 
 def loss_text(draw, name, class_name, options=""):
@@ -112,7 +116,9 @@ def draw_compile_arguments(draw, structure, targets, untold):
     count = len(targets)
     targets = list(targets)
     if count > 1 and draw.random() < 0.3:
-        targets = [targets[0]] * count if _same(targets) else targets
+        # Outputs of one number have no direction that could be learnt.
+        narrowest = min(targets, key=lambda target: target.width)
+        targets = [narrowest] * count if _same(targets) else targets
     if count > 1 and draw.random() < 0.15:
         index = draw.randrange(count)
         targets[index] = dataclasses.replace(targets[index], loss="None")
