@@ -27,6 +27,7 @@ import json
 import sys
 
 import keras
+from apart import start_apart, train_when_told
 from cells import CELLS
 from contenders import BACKEND, CONTENDERS, PEERS
 from measuring import STARTED_AGAIN, measure, start_backend
@@ -56,8 +57,15 @@ TIMES, PEAKS, SECOND_RUNS = "times", "peaks", "second-runs"
 PARTS = (TIMES, PEAKS, SECOND_RUNS)
 """What can be measured of a cell, and is kept by these names."""
 
-OF_ONE = {PEAKS: peak_of_one, SECOND_RUNS: first_update_of_one}
-"""What a process measures that is there for one contender of a cell."""
+OF_ONE = {
+    TIMES: train_when_told,
+    PEAKS: peak_of_one,
+    SECOND_RUNS: first_update_of_one,
+}
+"""What a process does that is there for one contender of a cell."""
+
+HAVE_A_PROCESS_EACH = BACKEND == "torch"
+"""Whether contenders run apart, as do the peers that are compared with them."""
 
 
 def read_arguments():
@@ -152,8 +160,14 @@ def make_cells(arguments):
                 yield name, variant
 
 
-def measure_times(cell, arguments):
+def measure_times(name, cell, arguments):
     """Time the contenders of a cell, dict from name to `Timing`."""
+
+    def start_one(contender):
+        return start_apart(
+            command_of_one(TIMES, contender, name, cell, arguments)
+        )
+
     return measure(
         cell,
         arguments.contenders,
@@ -161,6 +175,7 @@ def measure_times(cell, arguments):
         round_secs=arguments.round_secs,
         starts=arguments.starts,
         python=arguments.peers,
+        start_one=start_one if HAVE_A_PROCESS_EACH else None,
     )
 
 
@@ -258,8 +273,8 @@ def main():
     keras.config.set_dtype_policy(arguments.precision)
     if arguments.of_one:
         ((_, cell),) = make_cells(arguments)
-        measured = OF_ONE[arguments.of_one](cell, *arguments.contenders)
-        print(json.dumps(measured))
+        for found in OF_ONE[arguments.of_one](cell, *arguments.contenders):
+            print(json.dumps(found), flush=True)
         return
     fallen = []
     start_backend()
@@ -268,7 +283,7 @@ def main():
         if arguments.missing and is_kept(cell, arguments):
             continue
         if TIMES in arguments.measure:
-            timings = measure_times(cell, arguments)
+            timings = measure_times(name, cell, arguments)
             fallen += compare_with_recorded(key_of(cell), summarize(timings))
         if PEAKS in arguments.measure:
             peaks = measure_peaks(name, cell, arguments)

@@ -335,9 +335,6 @@ def run_by_hand(name, cell, window, detail=""):
 def start_peer(name, cell, model, python):
     """Start a contender in an environment without Keras, `Runner`.
 
-    PyTorch gets the number of threads with which it is faster here, one or
-    its default.
-
     Args:
         name: one of `PEERS`.
         cell: `Cell`.
@@ -345,24 +342,39 @@ def start_peer(name, cell, model, python):
         python: path of that environment's interpreter.
     """
     command = command_of_peer(name, cell, python)
-    peers = [Peer(command, threads) for threads in (None, 1)]
+    peer = start_fastest(command)
     if BACKEND == "torch":
-        check_version(peers[0].versions["torch"])
+        check_version(peer.about["versions"]["torch"])
     ours = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
-    if peers[0].parameters != ours:
+    if peer.about["parameters"] != ours:
         raise AssertionError(
-            f"{PEERS[name]} trains {peers[0].parameters:,} parameters of "
+            f"{PEERS[name]} trains {peer.about['parameters']:,} parameters of "
             f"{cell.name} where Keras trains {ours:,}"
         )
-    peers.sort(key=Peer.seconds_per_update)
-    fastest, slower = peers
-    slower.close()
     return Runner(
         name=PEERS[name],
-        fit=fastest.fit,
-        describe=lambda: "1 thread" if fastest.threads else "",
-        close=fastest.close,
+        fit=peer.fit,
+        describe=lambda: peer.detail,
+        close=peer.close,
     )
+
+
+def start_fastest(command):
+    """Start a process with as many threads as make it faster.
+
+    That is one, or as many as PyTorch takes by itself: small operations take
+    longer where several threads share them.
+
+    Args:
+        command: list of str, what starts a `Peer`.
+
+    Returns:
+        `Peer`.
+    """
+    peers = [Peer(command, threads) for threads in (None, 1)]
+    fastest, slower = sorted(peers, key=Peer.seconds_per_update)
+    slower.close()
+    return fastest
 
 
 def check_version(theirs):
@@ -396,6 +408,9 @@ class Peer:
         command: list of str.
         threads: int, `None` for its default.
         environment: dict, what else its environment has.
+
+    Attributes:
+        about: dict, what it said when it was ready.
     """
 
     def __init__(self, command, threads=None, environment=None):
@@ -409,9 +424,12 @@ class Peer:
             env=os.environ | limit | (environment or {}),
         )
         self.id = self._process.pid
-        about = self._read()
-        self.parameters = about["parameters"]
-        self.versions = about["versions"]
+        self.about = self._read()
+
+    @property
+    def detail(self):
+        """How it runs where that is not PyTorch's default, a str."""
+        return "1 thread" if self.threads == 1 else ""
 
     def fit(self, updates):
         """Make some updates, and return their mean loss."""
@@ -422,14 +440,18 @@ class Peer:
     def seconds_per_update(self):
         """Time an update, the first one left out."""
         self.fit(1)
-        begun = time.perf_counter()
-        self.fit(1)
-        return time.perf_counter() - begun
+        secs = []
+        for _ in range(2):
+            begun = time.perf_counter()
+            self.fit(2)
+            secs.append((time.perf_counter() - begun) / 2)
+        return min(secs)
 
     def close(self):
         """End the process."""
         self._process.stdin.close()
         self._process.wait()
+        self._process.stdout.close()
 
     def _read(self):
         return json.loads(self._process.stdout.readline())

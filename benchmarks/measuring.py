@@ -1,13 +1,13 @@
-"""How contenders are timed: in turn, in one process."""
+"""How contenders are timed: in turn."""
 
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 
 import keras
 import numpy as np
 from contenders import BACKEND, CONTENDERS, PEERS, Runner, start_peer
-from threads import choose_threads
 
 STARTED_AGAIN = (
     "trainer",
@@ -26,6 +26,8 @@ class Timing:
         first_updates: list of seconds from a model to its first update,
             compilation included; empty for peers, who start elsewhere.
         first_loss: loss before the first update.
+        start_again: function that makes a first update anew, and returns
+            its seconds.
         compilations: programs compiled until the second round, `None` where
             nobody counts.
         updates: updates in a round.
@@ -35,6 +37,7 @@ class Timing:
     runner: Runner
     first_updates: list[float]
     first_loss: float
+    start_again: Callable[[], float]
     compilations: int | None = None
     updates: int = 1
     rounds: list[float] = dataclasses.field(default_factory=list)
@@ -62,7 +65,16 @@ class Compilations:
 COMPILATIONS = Compilations()
 
 
-def measure(cell, contenders, *, rounds, round_secs, starts=3, python=None):
+def measure(
+    cell,
+    contenders,
+    *,
+    rounds,
+    round_secs,
+    starts=3,
+    python=None,
+    start_one=None,
+):
     """Time some contenders on one cell, in turn.
 
     Args:
@@ -72,18 +84,20 @@ def measure(cell, contenders, *, rounds, round_secs, starts=3, python=None):
         round_secs: seconds that a round should take at most.
         starts: first updates of each of `STARTED_AGAIN`.
         python: interpreter of the peers, or `None` to leave them out.
+        start_one: function of a contender's name that starts it, and returns
+            a `Timing`; by default all start in this process.
 
     Returns:
         Dict from name to `Timing`.
     """
-    timings = {name: start(CONTENDERS[name], cell) for name in contenders}
+    start_one = start_one or (lambda name: start(CONTENDERS[name], cell))
+    timings = {name: start_one(name) for name in contenders}
     check_losses(timings)
     again = [name for name in contenders if name in STARTED_AGAIN]
     for turn in range(1, starts):
         # Each comes first once, as whoever does pays for more.
         for name in again[turn:] + again[:turn]:
-            (secs,) = start(CONTENDERS[name], cell).first_updates
-            timings[name].first_updates.append(secs)
+            timings[name].first_updates.append(timings[name].start_again())
     if python is not None:
         timings |= {
             name: start(
@@ -92,9 +106,6 @@ def measure(cell, contenders, *, rounds, round_secs, starts=3, python=None):
             )
             for name in PEERS
         }
-    if BACKEND == "torch":
-        for name in contenders:
-            timings[name].runner = choose_threads(timings[name].runner)
     for timing in timings.values():
         warm_up(timing, round_secs, cell.most_updates)
     for _ in range(rounds):
@@ -123,6 +134,7 @@ def start(make_runner, cell):
         runner=runner,
         first_updates=[] if is_peer else [secs],
         first_loss=loss,
+        start_again=lambda: start(make_runner, cell).first_updates[0],
         compilations=None if is_peer else compiled,
     )
 

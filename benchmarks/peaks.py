@@ -51,11 +51,12 @@ def peak_of_one(cell, contender):
         cell: `Cell`.
         contender: str.
 
-    Returns:
+    Yields:
         Dict from the contender's label to bytes.
     """
     if not status_of().exists():
-        return {}
+        yield {}
+        return
     start_backend()
     model = cell.make_model()
     give_back()
@@ -64,7 +65,7 @@ def peak_of_one(cell, contender):
     for _ in range(2):
         runner.fit(2)
     give_back()
-    return {runner.label: peak_of_updates(runner) - before}
+    yield {runner.label: peak_of_updates(runner) - before}
 
 
 def peak_of_peer(cell, name, python):

@@ -72,10 +72,10 @@ def first_update_of_one(cell, contender):
         cell: `Cell`.
         contender: str.
 
-    Returns:
+    Yields:
         Dict from the contender's label to seconds.
     """
     start_backend()
     timing = start(CONTENDERS[contender], cell)
     timing.runner.close()
-    return {timing.runner.label: timing.first_updates[0]}
+    yield {timing.runner.label: timing.first_updates[0]}

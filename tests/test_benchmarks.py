@@ -173,30 +173,25 @@ def test_loops_of_pytorch_are_targets_where_kernels_are_the_same(telling):
     assert large["Keras"] == large["Lightning"] == 1
 
 
-@pytest.mark.skipif(BACKEND != "torch", reason="these are PyTorch's threads")
-def test_contender_runs_with_the_threads_with_which_it_is_faster():
-    import time
+SLOW_WITH_SEVERAL_THREADS = """
+import json, os, sys, time
 
-    import torch
-    from contenders import Runner
-    from threads import choose_threads
+print(json.dumps({}), flush=True)
+for line in sys.stdin:
+    time.sleep(0.01 if os.environ.get("OMP_NUM_THREADS") == "1" else 0.05)
+    print(json.dumps({"loss": 0.5}), flush=True)
+"""
 
-    used, default = [], torch.get_num_threads()
-    torch.set_num_threads(3)
 
-    def fit(updates):
-        used.append(torch.get_num_threads())
-        time.sleep(0.01 * used[-1])
-        return 0.5
+def test_processes_run_with_the_threads_with_which_they_are_faster():
+    from contenders import start_fastest
 
+    peer = start_fastest([sys.executable, "-c", SLOW_WITH_SEVERAL_THREADS])
     try:
-        runner = choose_threads(Runner(name="one", fit=fit))
-        assert runner.fit(1) == 0.5
-        assert torch.get_num_threads() == 3
+        assert peer.fit(1) == 0.5
+        assert peer.detail == "1 thread"
     finally:
-        torch.set_num_threads(default)
-    assert set(used) == {1, 3} and used[-1] == 1
-    assert runner.label == "one (1 thread)"
+        peer.close()
 
 
 def test_peers_compute_with_the_same_pytorch():
