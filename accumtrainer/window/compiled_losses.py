@@ -1,5 +1,6 @@
 """The losses of `Model.compile`, measured output by output."""
 
+import inspect
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,11 +19,7 @@ from accumtrainer.window.losses import (
     shape_of,
     sort_of,
 )
-from accumtrainer.window.reducing import (
-    couples_examples,
-    fails_to_add_up,
-    reduces_examples,
-)
+from accumtrainer.window.reducing import fails_to_add_up, reduces_examples
 
 _Shape = tuple[int | None, ...]
 
@@ -215,14 +212,12 @@ class _Measuring(keras.losses.Loss):
     ) -> str:
         """Say why nobody knows what it was divided by, "" if it is known."""
         given = loss, y_true, y_pred
-        is_of_keras = self._is_of_keras(y_true, y_pred)
-        if sort == "sum":  # of whatever
-            is_none = not is_of_keras and fails_to_add_up(*given)
-            return errors.REDUCED_LOSS if is_none else ""
-        if reduces_examples(*given):
+        is_sum = sort == "sum"  # of whatever
+        if not is_sum and reduces_examples(*given):
             return errors.REDUCED_LOSS
-        is_coupled = not is_of_keras and couples_examples(*given)
-        return errors.COUPLING_LOSS if is_coupled else ""
+        if self._is_of_keras(y_true, y_pred) or not fails_to_add_up(*given):
+            return ""
+        return errors.REDUCED_LOSS if is_sum else errors.COUPLING_LOSS
 
     def _averages(self, y_true: Tensor, y_pred: Tensor, weights: Any) -> bool:
         """Whether it may be a mean over examples, for want of another axis.
@@ -235,7 +230,24 @@ class _Measuring(keras.losses.Loss):
 
     def _is_of_keras(self, y_true: Tensor, y_pred: Tensor) -> bool:
         code = find_loss(self._identifier, y_true, y_pred)
-        return str(code.__module__).partition(".")[0] == keras.__name__
+        if isinstance(code, keras.losses.Loss):
+            # One of Keras's may be made of a function that others wrote.
+            parts = [type(code), getattr(code, "fn", type(code))]
+        else:
+            parts = [code]
+        return all(_package_of(part) == keras.__name__ for part in parts)
+
+
+def _package_of(code: Any) -> str:
+    """Name the package in which a class or function was written.
+
+    The `__module__` of a function may be that of another one, which it wraps.
+    """
+    if inspect.isfunction(code):
+        module = code.__globals__["__name__"]
+    else:
+        module = code.__module__
+    return str(module).partition(".")[0]
 
 
 def _check_alike(losses: list[WeightedLoss | BareLoss]) -> None:

@@ -8,7 +8,7 @@ nothing about what it was averaged over.
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -47,10 +47,11 @@ MOST_NUMBERS = 2**18
 """With more of them in an example a trial would take a second or more."""
 
 
-def couples_examples(loss: Any, y_true: Nest, y_pred: Nest) -> bool:
-    """Whether a loss makes another value of an example beside other ones.
+def fails_to_add_up(loss: Any, y_true: Nest, y_pred: Nest) -> bool:
+    """Whether a loss makes another value of an example in another batch.
 
-    That is tried with numbers made up, in a thread of its own: a program may be
+    That is beside other examples, at another place, or among more of them. It
+    is tried with numbers made up, in a thread of its own: a program may be
     traced here, which is so for one thread. Where an example has more than
     `MOST_NUMBERS` it is not tried.
 
@@ -59,36 +60,12 @@ def couples_examples(loss: Any, y_true: Nest, y_pred: Nest) -> bool:
         y_true: tensor of targets, of which the shape counts, or nest of such.
         y_pred: the same of predictions.
     """
-    return _is_tried(loss, y_true, y_pred, _exchanged)
-
-
-def fails_to_add_up(loss: Any, y_true: Nest, y_pred: Nest) -> bool:
-    """Whether the values of a loss come to another sum in parts of a batch.
-
-    Args:
-        loss: as for `couples_examples`, and tried like that.
-        y_true: the same.
-        y_pred: the same.
-    """
-    return _is_tried(loss, y_true, y_pred, _total)
-
-
-def _is_tried(*arguments: Any) -> bool:
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_differs, *arguments).result()
+        return pool.submit(_differs, loss, y_true, y_pred).result()
 
 
-def _exchanged(loss: Any, a: Nest, b: Nest, c: Nest, d: Nest) -> float:
-    return _total(loss, a, d) + _total(loss, c, b)
-
-
-def _differs(
-    loss: Any,
-    y_true: Nest,
-    y_pred: Nest,
-    as_much: Callable[..., float],
-) -> bool:
-    """Whether f(A, B) + f(C, D) differs from what is `as_much` of a sum."""
+def _differs(loss: Any, y_true: Nest, y_pred: Nest) -> bool:
+    """Whether f(A, B) + f(C, D) is not f(A, D) + f(C, B), or f(A, B, C, D)."""
     rng = np.random.default_rng(0)
 
     def rows_like(nest: Nest, digits: int) -> Nest:
@@ -109,7 +86,11 @@ def _differs(
                 for _ in range(4)
             )
             one, other = _total(loss, a, b), _total(loss, c, d)
-            difference = abs(one + other - as_much(loss, a, b, c, d))
+            exchanged = _total(loss, a, d) + _total(loss, c, b)
+            together = _total(loss, a, b, c, d)
+            difference = max(
+                abs(one + other - total) for total in (exchanged, together)
+            )
             size = max(abs(one), abs(other))
             # Where it draws, it is another one again.
             if difference > 1e-4 * size and one == _total(loss, a, b):

@@ -335,7 +335,7 @@ def test_losses_of_many_numbers_are_not_tried(is_tried, monkeypatch):
     columns = Y.shape[1]
     most = columns if is_tried else columns - 1
     monkeypatch.setattr(reducing, "MOST_NUMBERS", most)
-    assert reducing.couples_examples(ByRank(), Y, Y) is is_tried
+    assert reducing.fails_to_add_up(ByRank(), Y, Y) is is_tried
 
 
 def of_both(y, p):
@@ -379,3 +379,39 @@ def test_first_of_two_outputs_with_one_loss_may_pair_examples():
     trainer = Trainer(model, accumulation=Accumulation(micro_batch_size=6))
     with pytest.raises(ValueError, match="pair examples"):
         trainer.fit(X, [Y[:, :1], Y], batch_size=24, verbose=0)
+
+
+def by_size_of_batch(y, p):
+    return ops.mean(ops.square(y - p), axis=-1) / ops.shape(y)[0]
+
+
+def by_place_in_batch(y, p):
+    places = ops.arange(ops.shape(y)[0], dtype="float32")
+    return ops.mean(ops.square(y - p), axis=-1) * (1.0 + places)
+
+
+@functools.wraps(keras.losses.mean_squared_error)
+def by_largest(y, p):
+    errors = ops.mean(ops.square(y - p), axis=-1)
+    return errors * errors / ops.max(errors)
+
+
+def by_largest_as_a_loss():
+    loss = keras.losses.MeanSquaredError()
+    loss.fn = by_largest
+    return loss
+
+
+MADE_OF_THE_BATCH = {
+    "its size": lambda: by_size_of_batch,
+    "places": lambda: by_place_in_batch,
+    "a function that wraps Keras's": lambda: by_largest,
+    "a loss of Keras's of another function": by_largest_as_a_loss,
+}
+
+
+@pytest.mark.parametrize("name", MADE_OF_THE_BATCH)
+def test_values_made_of_the_batch_are_refused(name):
+    trainer = make_trainer(MADE_OF_THE_BATCH[name]())
+    with pytest.raises(ValueError, match="depends on the others"):
+        trainer.fit(X, Y, batch_size=24, verbose=0)
