@@ -28,9 +28,10 @@ def check_bare_losses(
     """Refuse bare scalars where micro-batches must be weighed.
 
     Of what does not depend on data, as a penalty on weights, any denominator is
-    right. Where the user has stated what others were averaged over, a trial
-    that shows otherwise is a warning. So is it where nobody has, if layers have
-    added all of them, and but a trial shows that none depends on data. Activity
+    right, unless it adds up over micro-batches. Where the user has stated what
+    others were averaged over, a trial that shows otherwise is a warning. So is
+    it where nobody has, if layers have added all of them, and but a trial shows
+    that none depends on data. Activity
     regularizers are refused where a trial shows that they do not add up over
     samples.
 
@@ -52,7 +53,12 @@ def check_bare_losses(
     if not bare or parts.combine != "exact":
         return
     dependent = find_dependent() or [None] * len(losses)
-    bare = [i for i in bare if dependent[i] is not False]
+    bare = [
+        i
+        for i in bare
+        if dependent[i] is not False
+        or losses[i].origin.endswith(errors.OF_VALUES)
+    ]
     trials = find_trials() if bare else []
     stated = context_of(parts.hooks).denominator
     verdicts = _worst_verdicts(

@@ -18,10 +18,10 @@ def groups_of(window: Window) -> list[Batch] | None:
 
     Two together are no more than a micro-batch, which memory is known to hold,
     or two samples. Groups of a small window share rows: what adds up does so
-    all the same.
+    all the same. Where all rows are alike, others are made up of one of them.
 
     Returns:
-        List of four `Batch`es, or `None` where there are too few samples.
+        List of four `Batch`es, or `None` where there are no samples.
     """
     if window.parts is not None:
         batch = map_leaves(to_host, window.parts[0])
@@ -30,6 +30,8 @@ def groups_of(window: Window) -> list[Batch] | None:
             lambda leaf: to_host(leaf).reshape(-1, *leaf.shape[2:]),
             window.stacked,
         )
+    if size_of(batch) and _repeats(batch):
+        batch = _resample(batch)
     samples = size_of(batch)
     rows = min(samples // 2, max(1, max(window.sizes) // 2), MOST_ROWS)
     if not rows:
@@ -42,6 +44,42 @@ def groups_of(window: Window) -> list[Batch] | None:
     return [
         map_leaves(lambda leaf, rows=rows: leaf[rows], batch) for rows in places
     ]
+
+
+def _repeats(batch: Batch) -> bool:
+    """Whether what a model is given is the same in all rows."""
+    return all(
+        bool(np.all(leaf == leaf[:1]))
+        for leaf in tree.flatten(batch.x)
+        if leaf is not None
+    )
+
+
+def _resample(batch: Batch) -> Batch:
+    """Make four rows of the first, of numbers that it has.
+
+    They are other ones, in other places, as often as it happens, so that means
+    over some of them show too. Of weights of samples there are four alike.
+    """
+    rng = np.random.default_rng(0)
+
+    def resample(leaf: np.ndarray) -> np.ndarray:
+        rows = [leaf[0]]
+        for share in (0.9, 0.7, 0.4):
+            row = leaf[0]
+            if row.ndim and row.size:
+                row = row[rng.integers(0, len(row), len(row))]
+            is_float = row.dtype.kind == "f"
+            rows.append((share * row).astype(row.dtype) if is_float else row)
+        return np.stack(rows)
+
+    return Batch(
+        map_leaves(resample, batch.x),
+        map_leaves(resample, batch.y),
+        map_leaves(
+            lambda leaf: np.repeat(leaf[:1], 4, axis=0), batch.sample_weight
+        ),
+    )
 
 
 def _sums(nest: Nest, samples: int) -> np.ndarray:

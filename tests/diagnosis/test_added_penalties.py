@@ -95,8 +95,9 @@ def train(model, by, k=4, run_eagerly=False, **options):
     # JAX compiles nothing without XLA.
     compiles = BACKEND == "jax" and not run_eagerly
     model.compile(sgd, "mse", run_eagerly=run_eagerly, jit_compile=compiles)
-    options = {"epochs": 2, "shuffle": False, "verbose": 0} | options
-    options["batch_size"] = 6 if k == 4 else 22
+    batch_size = 6 if k == 4 else 22
+    options = {"batch_size": batch_size, "epochs": 2} | options
+    options |= {"shuffle": False, "verbose": 0}
     if by == "Trainer":
         trainer = Trainer(model, accumulation=k, run_eagerly=run_eagerly)
         trainer.fit(X, Y, **options)
@@ -280,6 +281,14 @@ def test_penalty_that_only_a_trial_shows_is_warned_of(of, run_eagerly, by):
     assert "from add_loss of layer (Penalized)." in message
     assert "it is the same whatever the data" in message
     assert f"Say {by}(denominator='samples') to state that" in message
+
+
+@pytest.mark.filterwarnings("ignore:A loss should say")
+def test_batches_of_one_example_show_what_is_a_penalty():
+    models = [make_model(Penalized(of=with_outputs)) for _ in range(2)]
+    accumulation = GradientAccumulation(22)
+    found = train(models[0], "fit", callbacks=[accumulation], batch_size=1)
+    assert_same(found, train(models[1], "Keras", k=1))
 
 
 def test_penalty_does_not_hide_what_its_layer_adds_else():

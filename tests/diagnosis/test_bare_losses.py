@@ -379,10 +379,21 @@ def test_loss_of_keras_with_values_made_of_all_examples_is_refused(
     train_on(labels, make_model(), loss, by=by, k=1)
 
 
-def test_too_few_samples_leave_all_remedies_open():
-    trainer = Trainer(make_model(), optimizer="sgd", loss=mean, accumulation=2)
+@pytest.mark.parametrize(
+    ("loss", "shown"),
+    [(mean, "is a mean over samples"), (contrastive, "couples examples")],
+)
+def test_one_sample_is_enough_to_tell(loss, shown):
+    trainer = Trainer(make_model(), optimizer="sgd", loss=loss, accumulation=2)
     with pytest.raises(ValueError, match="must say what") as caught:
         trainer.fit(X[:1], Y[:1], batch_size=1, verbose=0)
+    assert shown in str(caught.value)
+
+
+def test_trial_that_shows_nothing_leaves_all_remedies_open():
+    trainer = Trainer(make_model(), optimizer="sgd", loss=mean, accumulation=2)
+    with pytest.raises(ValueError, match="must say what") as caught:
+        trainer.fit(X, np.full_like(Y, np.nan), batch_size=6, verbose=0)
     message = str(caught.value)
     assert "A trial" not in message
     assert "denominator='samples') if it is a mean over samples" in message

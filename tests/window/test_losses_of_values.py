@@ -92,6 +92,15 @@ class ComputesMasked(keras.Model):
         return tf.boolean_mask(errors, ops.max(y, axis=-1) > 0)
 
 
+class ComputesOfPoints(keras.Model):
+    """Compares what it makes of points that it has itself."""
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        return ops.mean(ops.square(self(X[:7]) - Y[:7]), axis=-1)
+
+
 class ComputesShares(keras.Model):
     """Divides the value of each example by their number."""
 
@@ -207,6 +216,31 @@ def test_values_may_be_left_out(how):
 
 
 @of_tensorflow
+@pytest.mark.parametrize("cls", [ComputesValues, keras.Model])
+def test_batches_of_one_example_show_that_values_add_up(cls):
+    found = []
+    for batch_size, callbacks in ((6, []), (1, [GradientAccumulation(6)])):
+        model = make_model(cls=cls)
+        model.compile("sgd", OfColumns() if cls is keras.Model else None)
+        options = {"batch_size": batch_size, "shuffle": False, "verbose": 0}
+        model.fit(X[:6], Y[:6], callbacks=callbacks, **options)
+        found.append(model.get_weights())
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+@of_tensorflow
+@pytest.mark.parametrize("how", ["cut up", "steps", "fit"])
+def test_examples_that_are_alike_show_that_values_add_up(how, monkeypatch):
+    for name, values in (("X", X), ("Y", Y)):
+        monkeypatch.setitem(globals(), name, np.ones_like(values))
+    case = {"model": lambda: make_model(cls=ComputesValues)}
+    found, expected = trained(how, case), trained("keras", case)
+    for one, other in zip(found[0], expected[0], strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+@of_tensorflow
 def test_trial_finds_values_of_examples_exact():
     trainer = Trainer(make_model(), optimizer="sgd", loss=mse(), accumulation=3)
     found = trainer.check_equivalence((X, Y))
@@ -238,6 +272,7 @@ def test_values_beside_losses_of_other_shapes_are_refused(others):
         (OfFeatures(), keras.Model),
         (OfAll(), keras.Model),
         (None, ComputesShares),
+        (None, ComputesOfPoints),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
