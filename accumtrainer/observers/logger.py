@@ -37,10 +37,11 @@ class Logger(Callback, abc.ABC):
     A point of training holds the means since the last one of the losses, the
     gradient norms and what hooks logged, each update by its weight; learning
     rate, loss scale and counters as they are now; metrics as the running
-    means over the epoch that Keras shows; whatever other callbacks wrote into
-    the logs; `epoch`, its index; and `samples_per_second`, validation left
-    out. A point of validation holds its `val_` numbers. What other callbacks
-    write into the logs only when an epoch ends makes a point of its own.
+    means over the epoch that Keras shows, but for one that is named like a
+    number of these; whatever other callbacks wrote into the logs; `epoch`, its
+    index; and `samples_per_second`, validation left out. A point of validation
+    holds its `val_` numbers. What other callbacks write into the logs only when
+    an epoch ends makes a point of its own.
 
     Args:
         every: how often to write a point; default every 10 updates, and once

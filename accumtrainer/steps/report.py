@@ -94,7 +94,7 @@ class Report:
         np.asarray(self._packed.ints)
 
     def section(self, name: str) -> dict[str, Any]:
-        """Read `"window"`, `"running"` or `"counters"` as Python numbers."""
+        """Read a section as Python numbers; `Update.apply` has their names."""
         if self._numbers is None:
             floats, ints, others, _ = self._packed
             unread = {
@@ -131,6 +131,7 @@ class Report:
         """Read what this window alone was like."""
         counters = self.section("counters")
         return self.section("window") | {
+            **self.section("step"),
             "applied": self.was_applied(),
             "updates": counters["updates"],
             "skipped_updates": counters["skipped_updates"],
@@ -157,19 +158,21 @@ class Report:
 
     def running_logs(self) -> dict[str, Any]:
         """Read `running` and the clocks."""
-        return self.running() | self._clocks()
+        return self._with_clocks(self.running())
 
     def epoch_logs(self) -> dict[str, Any]:
         """Read the epoch so far and the clocks.
 
         Windows that were skipped are forgotten; the loss is NaN if all were.
         """
-        return self.section("running") | self._clocks()
+        return self._with_clocks(self.section("running"))
 
-    def _clocks(self) -> dict[str, Any]:
+    def _with_clocks(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """Add the clocks whose names no metric and no loss has."""
         window = self.window_logs()
-        rates = filter(is_learning_rate, window)
-        return {name: window[name] for name in (*rates, *CLOCKS)}
+        rates = filter(is_learning_rate, self.section("step"))
+        clocks = {name: window[name] for name in (*rates, *CLOCKS)}
+        return logs | clocks | logs
 
     def micro_batches(self) -> dict[str, np.ndarray]:
         """Read each number of `OfMicroBatch` that is known, `(k,)`."""

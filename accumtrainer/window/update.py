@@ -78,8 +78,9 @@ class Update:
             used: what has been added to them.
 
         Returns:
-            Scalars under `"window"` (this window alone), `"running"` (the
-            epoch so far) and `"counters"`.
+            Scalars under `"window"` (losses and logged values of this window
+            alone), `"step"` (how it was applied), `"running"` (the epoch so
+            far) and `"counters"`.
         """
         state = self._state
         count = ops.cast(micro_batches, "float32")
@@ -106,18 +107,19 @@ class Update:
         )
         self._move_scale(scale, is_finite)
         state.micro_batches.assign(state.micro_batches.value + micro_batches)
-        window = self._window_logs(loss, means) | rates
-        window |= {
+        step = {
+            **rates,
             "gradient_norm": norm,
             "loss_scale": scale,
             "weight": added.weight,
         }
         if gradients is not None:
-            window["clipped_gradient_norm"] = self._optimizers.clipped_norm(
+            step["clipped_gradient_norm"] = self._optimizers.clipped_norm(
                 gradients
             )
         return {
-            "window": window,
+            "window": self._window_logs(loss, means),
+            "step": step,
             "running": self.running_logs(),
             "counters": self._counters(is_finite),
         }
