@@ -17,7 +17,7 @@ from accumtrainer.saving.resume import check_same, find_saved, take_snapshot
 from accumtrainer.saving.snapshot import Snapshot
 from accumtrainer.steps import should_run_eagerly
 from accumtrainer.training.announcing import announcer, updates_in_epoch
-from accumtrainer.training.answers import Answers, as_keras_returns
+from accumtrainer.training.answers import Answers
 from accumtrainer.training.construction import (
     check_devices,
     check_model,
@@ -26,12 +26,14 @@ from accumtrainer.training.construction import (
     settle_compilation,
 )
 from accumtrainer.training.engine import Engine
+from accumtrainer.training.evaluator import as_keras_returns
 from accumtrainer.training.fit_data import FitData
 from accumtrainer.training.fit_options import FitOptions
 from accumtrainer.training.loop import FitLoop
 from accumtrainer.training.other_trainers import (
     check_subclass,
     refuse_arguments,
+    refuse_others,
 )
 from accumtrainer.training.settled import Settled
 from accumtrainer.training.signals import Interruption
@@ -103,10 +105,8 @@ class Trainer(Answers):
         seed: int | None = None,
         **others: Any,
     ):
-        elsewhere = (Trainer.fit, "fit({name}=)")
-        refuse_arguments(
-            type(self).__name__, others, Trainer.__init__, elsewhere
-        )
+        name, elsewhere = type(self).__name__, (Trainer.fit, "fit({name}=)")
+        refuse_arguments(name, others, Trainer.__init__, elsewhere)
         check_subclass(type(self), Trainer)
         check_model(model)
         check_options(
@@ -281,8 +281,7 @@ class Trainer(Answers):
                 were.
             Preempted: a signal that a callback wants heeded has arrived.
         """
-        elsewhere = (Trainer.__init__, "Trainer({name}=)")
-        refuse_arguments("fit", others, Trainer.fit, elsewhere)
+        refuse_others(Trainer, "fit", others)
         options = FitOptions(
             epochs=epochs,
             initial_epoch=initial_epoch,
@@ -449,6 +448,7 @@ class Trainer(Answers):
         sample_weight: Any = None,
         class_weight: dict[int, float] | None = None,
         return_dict: bool = False,
+        **others: Any,
     ) -> Any:
         """Make one update from one batch.
 
@@ -461,10 +461,12 @@ class Trainer(Answers):
             sample_weight: weights of the samples.
             class_weight: dict from class to weight.
             return_dict: whether to return a dict instead of a list.
+            **others: refused; the error says what replaces them.
 
         Returns:
             The batch's loss, or the list of loss and metrics, or a dict.
         """
+        refuse_others(Trainer, "train_on_batch", others)
         with self._engine.following_layers(is_update=True):
             return self._train_on_piece(
                 OnePiece(
@@ -494,6 +496,5 @@ class Trainer(Answers):
                 engine.write_back()
             interruption.check()
         engine.counting.check_skips()
-        return as_keras_returns(
-            report.running(), engine.trained_names, return_dict
-        )
+        logs = report.running()
+        return as_keras_returns(logs, engine.trained_names, return_dict)

@@ -99,6 +99,28 @@ def test_foreign_argument_of_fit_names_what_replaces_it(argument, replacement):
 
 
 @pytest.mark.parametrize(
+    ("method", "argument", "replacement"),
+    [
+        ("evaluate", "ckpt_path", "restore(path) beforehand"),
+        ("evaluate", "return_dic", "Did you mean return_dict?"),
+        ("predict", "ckpt_path", "restore(path) beforehand"),
+        ("predict", "accumulation", "Trainer(accumulation=)"),
+        ("train_on_batch", "batch_size", "fit(batch_size=)"),
+        ("find_learning_rate", "epochs", "fit(epochs=)"),
+    ],
+)
+def test_foreign_argument_of_other_methods_names_what_replaces_it(
+    method, argument, replacement
+):
+    trainer = make_trainer()
+    call = getattr(trainer, method)
+    message = message_of(lambda: call(np.ones([4, 2]), **{argument: 1}))
+    assert message.startswith(f"{method} must be given")
+    assert replacement in message
+    assert trainer.progress.updates == 0
+
+
+@pytest.mark.parametrize(
     ("argument", "replacement"),
     [
         ("accumulate_grad_batches", "steps="),

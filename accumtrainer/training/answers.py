@@ -26,8 +26,10 @@ from accumtrainer.progress import Progress
 from accumtrainer.steps.memory import MemoryPlan
 from accumtrainer.steps.plan import Plan
 from accumtrainer.training.engine import Engine
+from accumtrainer.training.evaluator import as_keras_returns
 from accumtrainer.training.fit_data import FitData
 from accumtrainer.training.fit_options import checked_steps
+from accumtrainer.training.other_trainers import refuse_others
 from accumtrainer.training.rate_search import SearchOptions, search_rate
 from accumtrainer.training.signals import Interruption
 from accumtrainer.training.validation import metrics_kept
@@ -179,6 +181,7 @@ class Answers(Hooks):
         steps: int | None = None,
         callbacks: Any = None,
         return_dict: bool = False,
+        **others: Any,
     ) -> Any:
         """Compute the loss and the metrics of some data.
 
@@ -192,10 +195,12 @@ class Answers(Hooks):
             steps: loader batches to take.
             callbacks: callbacks for this call.
             return_dict: whether to return a dict instead of a list.
+            **others: refused; the error says what replaces them.
 
         Returns:
             The loss, or the list of loss and metrics, or a dict of them.
         """
+        refuse_others(type(self), "evaluate", others)
         steps = checked_steps("steps", steps)
         self._engine.compiled.check_metrics()
         source = make_source(
@@ -227,6 +232,7 @@ class Answers(Hooks):
         verbose: int | Literal["auto"] = "auto",
         steps: int | None = None,
         callbacks: Any = None,
+        **others: Any,
     ) -> Any:
         """Compute the predictions for some data.
 
@@ -236,10 +242,12 @@ class Answers(Hooks):
             verbose: 0, 1, 2 or `"auto"`.
             steps: loader batches to take.
             callbacks: callbacks for this call.
+            **others: refused; the error says what replaces them.
 
         Returns:
             Nest of NumPy arrays, one row per sample.
         """
+        refuse_others(type(self), "predict", others)
         steps = checked_steps("steps", steps)
         source = make_source(
             x,
@@ -374,6 +382,7 @@ class Answers(Hooks):
         updates: int = 100,
         smoothing: float = 0.8,
         divergence: float = 4.0,
+        **others: Any,
     ) -> RangeTest:
         """Let the learning rate grow with every update, and look at the loss.
 
@@ -402,6 +411,7 @@ class Answers(Hooks):
             divergence: at how many times its lowest the average ends the
                 test. Where a loss falls towards zero or below, what it has
                 fallen by counts instead of the lowest.
+            **others: refused; the error says what replaces them.
 
         Returns:
             `RangeTest`, with the `suggestion`, `learning_rates`, `losses` and
@@ -422,6 +432,7 @@ class Answers(Hooks):
             >>> len(found.losses), trainer.progress.updates
             (20, 0)
         """
+        refuse_others(type(self), "find_learning_rate", others)
         options = SearchOptions(
             lowest=lowest,
             highest=highest,
@@ -481,20 +492,3 @@ class Answers(Hooks):
             progress_bar=make_progress_bar(verbose if self.is_chief else 0),
             make_current=self._engine.write_back,
         )
-
-
-def as_keras_returns(
-    logs: dict[str, Any], names: Sequence[str], return_dict: bool
-) -> Any:
-    """Return results as Keras does: a number, a list or a dict.
-
-    Args:
-        logs: numbers by name.
-        names: in which order; see `metric_names`.
-        return_dict: whether a dict is wanted.
-    """
-    if return_dict:
-        return logs
-    others = [name for name in sorted(logs) if name not in names]
-    values = [logs[name] for name in [*names, *others] if name in logs]
-    return values[0] if len(values) == 1 else values

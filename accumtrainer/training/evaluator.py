@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -287,3 +287,20 @@ class Evaluator:
         """
         size = None if self._has_window_loss else self._sizing.rows_per_pass
         return source.window([item], size)
+
+
+def as_keras_returns(
+    logs: dict[str, Any], names: Sequence[str], return_dict: bool
+) -> Any:
+    """Return results as Keras does: a number, a list or a dict.
+
+    Args:
+        logs: numbers by name.
+        names: in which order; see `metric_names`.
+        return_dict: whether a dict is wanted.
+    """
+    if return_dict:
+        return logs
+    others = [name for name in sorted(logs) if name not in names]
+    values = [logs[name] for name in [*names, *others] if name in logs]
+    return values[0] if len(values) == 1 else values

@@ -101,7 +101,10 @@ ARGUMENTS = _by_name(
         "log_every_n_steps logging_steps logging_strategy",
         "every=Every(...) of the callback WandbLogger",
     ),
-    ("ckpt_path resume_from_checkpoint load_path", "fit(resume_from=)"),
+    (
+        "ckpt_path resume_from_checkpoint load_path",
+        "fit(resume_from=), or restore(path) beforehand",
+    ),
     (
         "enable_checkpointing default_root_dir output_dir save_folder "
         "save_steps save_strategy save_total_limit",
@@ -239,6 +242,28 @@ def refuse_arguments(
             received=received,
             remedies=" ".join(dict.fromkeys(remedies)),
         )
+    )
+
+
+def refuse_others(
+    trainer_type: Any, method: str, others: dict[str, Any]
+) -> None:
+    """Refuse arguments that a method of a Trainer does not have.
+
+    Args:
+        trainer_type: the Trainer's class.
+        method: the method's name.
+        others: dict of the arguments it does not have.
+
+    Raises:
+        TypeError: there are some; the message says what replaces them.
+    """
+    refuse_arguments(
+        method,
+        others,
+        getattr(trainer_type, method),
+        (trainer_type.fit, "fit({name}=)"),
+        (trainer_type.__init__, "Trainer({name}=)"),
     )
 
 
