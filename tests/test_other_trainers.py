@@ -127,6 +127,8 @@ def test_foreign_argument_of_other_methods_names_what_replaces_it(
         ("micro_batch_size", "batch_size= of fit"),
         ("epochs", "model.fit(epochs=)"),
         ("optimizer", "model.compile(optimizer=)"),
+        ("gradient_clip_val", "clipnorm=, global_clipnorm= or clipvalue="),
+        ("lr_scheduler", "keras.optimizers.schedules"),
         ("combin", "Did you mean combine?"),
     ],
 )

@@ -48,14 +48,39 @@ _SYNONYMS_OF_STEPS = (
     "gradient_accumulation_steps grad_accumulation_steps"
 )
 
-ARGUMENTS = _by_name(
+_OF_KERAS = _by_name(
+    ("accelerator device", "KERAS_BACKEND, whose device is used"),
+    (
+        "gradient_clip_val gradient_clip_algorithm max_grad_norm clipnorm "
+        "global_clipnorm clipvalue",
+        "clipnorm=, global_clipnorm= or clipvalue= of the optimizer",
+    ),
+    (
+        "workers num_workers dataloader_num_workers use_multiprocessing "
+        "max_queue_size",
+        "the loader's own settings, such as PyDataset(workers=)",
+    ),
+    ("enable_model_summary", "model.summary()"),
+    (
+        "deterministic full_determinism",
+        "keras.utils.set_random_seed, and the backend's own switch",
+    ),
+    (
+        "schedulers lr_scheduler lr_scheduler_type warmup_steps warmup_ratio",
+        "a schedule of keras.optimizers.schedules as the optimizer's "
+        "learning_rate",
+    ),
+    ("gradient_checkpointing", "keras.RematScope, before the model is made"),
+)
+"""Arguments that Keras itself replaces, with a Trainer and without."""
+
+ARGUMENTS = _OF_KERAS | _by_name(
     (
         "precision mixed_precision amp fp16 bf16 dtype",
         "keras.mixed_precision.set_dtype_policy, before the model is made; "
         "Trainer(loss_scale=) scales the loss",
     ),
     ("auto_scale_loss", "Trainer(loss_scale=)"),
-    ("accelerator device", "KERAS_BACKEND, whose device is used"),
     (
         "devices gpus tpu_cores num_nodes num_processes strategy "
         "distribute_strategy",
@@ -89,11 +114,6 @@ ARGUMENTS = _by_name(
         "batch_size of what fit is given, which is split among devices",
     ),
     (
-        "gradient_clip_val gradient_clip_algorithm max_grad_norm clipnorm "
-        "global_clipnorm clipvalue",
-        "clipnorm=, global_clipnorm= or clipvalue= of the optimizer",
-    ),
-    (
         "logger loggers report_to log_with project_name run_name logging_dir",
         "a callback such as WandbLogger or RunLog",
     ),
@@ -120,11 +140,6 @@ ARGUMENTS = _by_name(
         "val_dataloader val_dataloaders eval_dataloader eval_dataset",
         "fit(validation_data=)",
     ),
-    (
-        "workers num_workers dataloader_num_workers use_multiprocessing "
-        "max_queue_size",
-        "the loader's own settings, such as PyDataset(workers=)",
-    ),
     ("limit_train_batches", "fit(steps_per_epoch=)"),
     ("limit_val_batches", "fit(validation_steps=)"),
     ("limit_test_batches", "evaluate(steps=)"),
@@ -136,11 +151,6 @@ ARGUMENTS = _by_name(
     ),
     ("num_sanity_val_steps", "fit(fast_dev_run=)"),
     ("enable_progress_bar disable_tqdm", "fit(verbose=)"),
-    ("enable_model_summary", "model.summary()"),
-    (
-        "deterministic full_determinism",
-        "keras.utils.set_random_seed, and the backend's own switch",
-    ),
     ("random_state", "Trainer(seed=)"),
     ("profiler", "the callback Profile"),
     ("detect_anomaly", "the callback NaNLocator"),
@@ -151,11 +161,6 @@ ARGUMENTS = _by_name(
         "Trainer(optimizer=), a Keras optimizer with its settings",
     ),
     (
-        "schedulers lr_scheduler lr_scheduler_type warmup_steps warmup_ratio",
-        "a schedule of keras.optimizers.schedules as the optimizer's "
-        "learning_rate",
-    ),
-    (
         "d_optimizer g_optimizer disc_optimizer gen_optimizer "
         "discriminator_optimizer generator_optimizer",
         "a Trainer for each optimizer, by turns, as examples/gan.py does",
@@ -164,12 +169,11 @@ ARGUMENTS = _by_name(
     ("compute_metrics", "Trainer(metrics=)"),
     ("torch_compile compile", "Trainer(jit_compile=)"),
     ("steps_per_execution", "nothing: an update is one compiled call anyway"),
-    ("gradient_checkpointing", "keras.RematScope, before the model is made"),
     ("model_init", "the model you give"),
 )
 """Arguments of their constructors, and of their fit."""
 
-WITHIN_FIT = _by_name(
+WITHIN_FIT = _OF_KERAS | _by_name(
     (_SYNONYMS_OF_STEPS, "steps="),
     ("k accumulation", "steps="),
     ("micro_batch_size", "batch_size= of fit, which is that of a micro-batch"),
