@@ -94,6 +94,12 @@ def as_arrays(nest: Nest, name: str) -> Nest:
 
 
 def _as_array(leaf: Any, name: str) -> np.ndarray:
+    if name == "y" and isinstance(leaf, (str, bytes)):
+        raise TypeError(
+            errors.TEXT.format(
+                name=name, rule="in arrays", remedy=errors.NUMBER_LABELS
+            )
+        )
     array = np.asarray(_readable(leaf))
     if array.dtype == object and _is_table_of_numbers(leaf):
         array = leaf.to_numpy(keras.config.floatx())

@@ -9,13 +9,14 @@ from accumtrainer.keras_api import BACKEND, keras
 pytestmark = pytest.mark.usefixtures("without_xla")
 
 
-@pytest.mark.parametrize("dtype", ["U", "S", object])
+@pytest.mark.parametrize("kind", ["U", "S", object, list])
 @pytest.mark.parametrize("options", [{}, {"check_inputs": True}])
-def test_labels_that_are_text_are_refused_with_the_remedy(dtype, options):
+def test_labels_that_are_text_are_refused_with_the_remedy(kind, options):
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
     trainer, _ = make_trainer(model, loss="sparse_categorical_crossentropy")
-    labels = np.array(["cat", "dog"] * 12).astype(dtype)
+    texts = np.array(["cat", "dog"] * 12)
+    labels = texts.tolist() if kind is list else texts.astype(kind)
     calls = [
         lambda: fit(trainer, y=labels, **options),
         lambda: trainer.fit([(X, labels)], verbose=0, **options),
@@ -26,7 +27,7 @@ def test_labels_that_are_text_are_refused_with_the_remedy(dtype, options):
         with pytest.raises(TypeError, match="^y must hold numbers .*np.unique"):
             call()
     with pytest.raises(TypeError, match="^sample_weight must hold numbers"):
-        fit(trainer, y=np.zeros(24, "int32"), sample_weight=labels)
+        fit(trainer, y=np.zeros(24, "int32"), sample_weight=texts)
     assert trainer.progress.updates == 0
     fit(trainer, y=np.zeros(24, "int32"))
     for call in calls:
