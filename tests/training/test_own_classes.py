@@ -376,8 +376,9 @@ def test_compute_loss_of_the_trainer_evaluates_in_the_place_of_a_step():
 
 def test_arguments_of_compile_may_be_given_by_position():
     plain = make()
-    plain.compile("adam", "mse", 0.5, ["mae"])
-    trainer = trainer_of(make(), "adam", "mse", 0.5, ["mae"])
+    arguments = "adam", "mse", 0.5, ["mae"], ["mse"]
+    plain.compile(*arguments)
+    trainer = trainer_of(make(), *arguments)
     assert_trains_as(trainer, plain)
 
 
