@@ -1,6 +1,7 @@
 """Numbers by name, fetched from the device when somebody looks."""
 
 import functools
+import heapq
 from collections.abc import Callable
 from typing import Any
 
@@ -150,6 +151,27 @@ def to_number(value: Any) -> Any:
     if dtype == "bool":
         return bool(value)
     return int(value) if keras.backend.is_int_dtype(dtype) else float(value)
+
+
+def in_order_of_keras(
+    trained: dict[str, Any], validated: dict[str, Any]
+) -> dict[str, Any]:
+    """Join the logs of an epoch in the order in which Keras tells them.
+
+    It sorts them all, but leaves the results of a metric with several together.
+
+    Args:
+        trained: the epoch's numbers by name, in order.
+        validated: those of its validation, `val_loss` and so on.
+
+    Examples:
+        >>> logs = in_order_of_keras({"loss": 1, "z_loss": 2}, {"val_loss": 3})
+        >>> list(logs)
+        ['loss', 'val_loss', 'z_loss']
+    """
+    logs = trained | validated
+    names = heapq.merge(trained, sorted(validated))
+    return {name: logs[name] for name in names}
 
 
 def is_learning_rate(name: str) -> bool:

@@ -14,7 +14,7 @@ from accumtrainer.data.position import Position
 from accumtrainer.data.source import Source, groups
 from accumtrainer.keras_api import take_initial_epoch
 from accumtrainer.observers.dispatcher import Dispatcher
-from accumtrainer.observers.logs import Logs
+from accumtrainer.observers.logs import Logs, in_order_of_keras
 from accumtrainer.progress import Progress
 from accumtrainer.saving.callback_state import CallbackStates
 from accumtrainer.saving.snapshot import Snapshot, blank
@@ -352,7 +352,7 @@ class FitLoop:
             )
             return True
         # A carried tail can be all there is of an epoch.
-        logs = dict(self._epoch_logs()) if position.windows else {}
+        logs = self._epoch_logs() if position.windows else {}
         ending = self._ending
         ending.is_complete = ending.is_complete or is_complete
         if not ending.is_counted:  # else it was, before somebody saved
@@ -362,7 +362,8 @@ class FitLoop:
             self._validate_if_due()
             if self._validation and self._options.validates_after(epoch):
                 self._validate()
-        logs |= self._validation_logs | (ending.logs if ending.told else {})
+        logs = in_order_of_keras(logs, self._validation_logs)
+        logs |= ending.logs if ending.told else {}
         ending.logs = logs
         self._dispatcher.call("on_epoch_end", epoch, logs, told=ending.told)
         self._ending = Ending()

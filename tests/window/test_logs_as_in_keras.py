@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+from keras_core_gaps import keras_3_only
 from logged import QUICKEST, TWO, X, Y, make_model
+from quickest import RUN_EAGERLY
 
 from accumtrainer import Accumulation, Trainer
-from accumtrainer.keras_api import keras
+from accumtrainer.keras_api import keras, ops
 from accumtrainer.observers.logs import OF_WINDOWS
 
 
@@ -55,3 +57,36 @@ def test_metric_named_like_a_number_of_the_window_is_logged(accumulation):
         assert told == pytest.approx(expected, rel=1e-5, nan_ok=True)
     assert trainer.window_logs["updates"] == 2
     assert trainer.window_logs["learning_rate"] == 0
+
+
+class Extremes(keras.metrics.Metric):
+    """Has two results."""
+
+    def __init__(self):
+        super().__init__(name="extremes")
+        self.high = self.add_weight(name="high", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.high.assign_add(ops.sum(ops.abs(y_true - y_pred)))
+
+    def result(self):
+        high = self.high + 0.0  # not the variable, which moves on
+        return {"low": -high, "high": high}
+
+
+@keras_3_only("logs metrics with several results in another way")
+def test_an_epoch_has_its_numbers_in_the_order_of_keras():
+    def history_of(make_fit):
+        x = keras.Input([3])
+        heads = {name: keras.layers.Dense(1, name=name)(x) for name in "az"}
+        model = keras.Model(x, heads)
+        metrics = {"a": [Extremes(), "mae"], "z": ["mae"]}
+        model.compile("sgd", "mse", metrics=metrics, run_eagerly=RUN_EAGERLY)
+        data = X, {"a": Y, "z": Y}
+        fit = make_fit(model)
+        return fit(*data, 8, validation_data=data, verbose=0).history
+
+    expected = history_of(lambda model: model.fit)
+    found = history_of(lambda model: Trainer(model, accumulation=TWO).fit)
+    assert [name for name in found if name in expected] == list(expected)
+    assert list(expected).index("val_loss") < list(expected).index("z_loss")
