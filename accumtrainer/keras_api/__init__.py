@@ -305,12 +305,13 @@ def take_initial_epoch(model: Model) -> int | None:
     such callback.
 
     Returns:
-        Above 0, or `None`.
+        Its index, `None` where no callback has restored anything. Keras takes
+        0 for the one that `fit` was told.
     """
     epoch = getattr(model, "_initial_epoch", None)
-    if epoch:
+    if epoch is not None:
         model._initial_epoch = None
-    return epoch or None
+    return epoch
 
 
 def compiled_metrics(model: Model) -> list[Metric]:

@@ -102,6 +102,10 @@ class Counting:
         self._known_skips = consecutive_skips
         self._unread_windows = 0
 
+    def move_updates(self, number: int) -> None:
+        """Count more updates or fewer, as the device does by now."""
+        self._progress.updates = self.reached.updates + number
+
     def check_skips_if_many(self) -> None:
         """Stop after too many bad windows in a row, if that could be.
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch
+from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.rebuild import begin_averages, build
 from accumtrainer.keras_api.types import Variable
 from accumtrainer.saving.snapshot import (
@@ -72,6 +73,17 @@ class LastingState:
         """Begin averages and copies of weights, where no update is made."""
         with self._scope():
             begin_averages(self._window_parts.hooks.optimizer)
+
+    @property
+    def iterations(self) -> int:
+        """Those of the optimizer, which waits for the device."""
+        # A copy, as replicas may hold the clock in parts.
+        return int(ops.copy(self._window_parts.hooks.optimizer.iterations))
+
+    def move_updates(self, number: int) -> None:
+        """Count more updates or fewer on the device."""
+        updates = self._window_parts.state.updates
+        updates.assign(ops.convert_to_numpy(updates) + number)
 
     @property
     def examples_of_epoch(self) -> list[Batch]:

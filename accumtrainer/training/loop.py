@@ -99,10 +99,10 @@ class FitLoop:
         take_initial_epoch(trainer.model)
         self._start = self._find_start()
         self._position = self._start.position
-        self._validated = self._start.validated
         self._clock.start(self._start.seconds)
         upcoming = self._prepare()
         self._engine.lasting.begin_averages()
+        self._start.iterations = self._engine.lasting.iterations
         self._clock.start(self._start.seconds)  # compiling does not count
         with self._interruption.deferred(), self._dispatcher.training():
             self._callback_states = CallbackStates(
@@ -183,9 +183,9 @@ class FitLoop:
         return itertools.chain(begun, self._cut(coming))
 
     def _move_to_callbacks_epoch(self) -> Iterator[Window] | None:
-        """Begin at another epoch where a callback wants that.
+        """Begin where a callback has restored the model, at its epoch.
 
-        `BackupAndRestore` says so when training begins, and some of the first
+        `BackupAndRestore` does so when training begins, and some of the first
         epoch's data have been taken by then. Data that come in the same order
         whatever the epoch go on from there.
 
@@ -194,10 +194,11 @@ class FitLoop:
         """
         epoch = take_initial_epoch(self._trainer.model)
         items, self._first_items = self._first_items, None
-        if self._saved is not None or epoch in (None, self._first_epoch):
+        if self._saved is not None or epoch is None:
             return None
-        self._first_epoch = epoch
-        self._position = Position(epoch=epoch)
+        self._start.follow_optimizer(self._engine)
+        self._first_epoch = epoch or self._first_epoch
+        self._position = Position(epoch=self._first_epoch)
         if not self._source.orders_epochs:
             for item in items:
                 self._position.take(item)
@@ -229,7 +230,7 @@ class FitLoop:
             "run": {
                 "before": self._start.before.as_dict(),
                 "seconds": self._clock.seconds,
-                "validated": self._validated.as_dict(),
+                "validated": self._start.validated.as_dict(),
                 "validation_logs": dict(self._validation_logs),
                 "last_logs": self._epoch_logs(),
                 "has_stopped": bool(self._trainer.model.stop_training),
@@ -315,9 +316,11 @@ class FitLoop:
         position = self._position
         if self._has_run_out or position.epoch >= self._options.last_epoch:
             return False
-        if position.epoch == self._first_epoch:
+        if self._start.is_amid_epoch:
             return True
-        return self._start.is_amid_epoch or not self._should_stop()
+        if position.epoch == self._first_epoch:
+            return not self._has_made_all_updates()
+        return not self._should_stop()
 
     def _should_stop(self) -> bool:
         trainer, options = self._trainer, self._options
@@ -327,8 +330,6 @@ class FitLoop:
         return self._clock.seconds >= limit or self._has_made_all_updates()
 
     def _has_made_all_updates(self) -> bool:
-        if math.isinf(self._options.update_limit):
-            return False
         end = self._start.before.updates + self._options.update_limit
         return self._start.has_made(end, self._engine)
 
@@ -481,8 +482,8 @@ class FitLoop:
         if every is None or not self._validation:
             return
         counting = self._engine.counting
-        if counting.is_due(every, self._validated):
-            self._validated = counting.progress
+        if counting.is_due(every, self._start.validated):
+            self._start.validated = counting.progress
             with metrics_kept(self._trainer.model, self._engine.write_back):
                 self._validate()
 

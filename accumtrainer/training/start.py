@@ -27,6 +27,7 @@ class Start:
         position: where in the data it begins.
         before: the counters from which its own updates are counted.
         validated: the counters at its last validation amid an epoch.
+        iterations: those of the optimizer before callbacks begin.
         seconds: for how long it has trained before.
         validation_logs: results of the last validation of the epoch.
         last_logs: the epoch so far.
@@ -39,6 +40,7 @@ class Start:
     position: Position
     before: Progress
     validated: Progress
+    iterations: int = 0
     seconds: float = 0.0
     validation_logs: dict[str, Any] = field(default_factory=dict)
     last_logs: dict[str, Any] = field(default_factory=dict)
@@ -67,6 +69,14 @@ class Start:
             if "ending" in snapshot.run:
                 self.ending = Ending.of_state(snapshot.run["ending"], states)
         states.set(snapshot.callbacks)
+
+    def follow_optimizer(self, engine: Engine) -> None:
+        """Count updates on from where a callback has put the optimizer."""
+        moved = engine.lasting.iterations - self.iterations
+        moved = max(moved, -engine.counting.progress.updates)
+        engine.lasting.move_updates(moved)
+        engine.counting.move_updates(moved)
+        self.validated = engine.counting.progress
 
     def has_made(self, updates: float, engine: Engine) -> bool:
         """Whether so many updates have been made in the Trainer's life."""

@@ -129,6 +129,49 @@ def test_backup_and_restore_goes_on_where_an_error_stopped(
     assert history.epoch == [0, 1]
 
 
+class FailAtThirdUpdate(keras.callbacks.Callback):
+    """Fails when three updates are made."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2:
+            raise RuntimeError("power failure")
+
+
+@pytest.mark.parametrize("more", [0, 1, None])
+@pytest.mark.parametrize(
+    ("fail", "save_freq", "restored", "epochs_left"),
+    [
+        pytest.param(FailBeforeThirdEpoch, "epoch", 10, 2, id="epoch"),
+        pytest.param(FailAtThirdUpdate, 2, 2, 4, id="amid-first-epoch"),
+    ],
+)
+def test_updates_are_counted_on_from_a_backup(
+    fail, save_freq, restored, epochs_left, more, tmp_path
+):
+    def train(*callbacks, **options):
+        trainer = Trainer(
+            make_model(),
+            optimizer=keras.optimizers.SGD(0.05),
+            loss="mse",
+            accumulation=Accumulation(steps=lambda made: 4 if made < 2 else 2),
+        )
+        backup = keras.callbacks.BackupAndRestore(tmp_path, save_freq=save_freq)
+        _, history = fit(backup, *callbacks, trainer=trainer, **options)
+        return trainer, history.history
+
+    with pytest.raises(RuntimeError, match="power failure"):
+        train(fail())
+    # A limit is one of the run, which ends where that was reached before.
+    limit = None if more is None else restored + more
+    trainer, history = train(max_updates=limit)
+    made = 6 * epochs_left if more is None else more
+    assert trainer.progress.updates == restored + made
+    assert trainer.progress.micro_batches == 2 * made
+    assert int(trainer.optimizer.iterations) == restored + made
+    if made:
+        assert history["updates"][-1] == restored + made
+
+
 def test_backup_and_restore_of_a_finished_training_leaves_nothing(tmp_path):
     def backup():
         return keras.callbacks.BackupAndRestore(
@@ -138,7 +181,8 @@ def test_backup_and_restore_of_a_finished_training_leaves_nothing(tmp_path):
     fit(backup(), epochs=2)
     trainer, history = fit(backup(), epochs=2)
     assert history.epoch == []
-    assert trainer.progress.updates == 0
+    assert trainer.progress.micro_batches == 0
+    assert trainer.progress.updates == 6
 
 
 def test_epoch_at_which_a_fit_of_keras_went_on_is_none_of_a_trainer_s(tmp_path):
