@@ -92,6 +92,7 @@ __all__ = [
     "copy_mask",
     "current_distribution",
     "flatten_layers",
+    "give_rate",
     "given_rate",
     "global_limit",
     "is_known_to",
@@ -415,6 +416,14 @@ def given_rate(optimizer: Optimizer) -> Any:
     Its property `learning_rate` calls the last two.
     """
     return optimizer._learning_rate
+
+
+def give_rate(optimizer: Optimizer, rate: Any) -> None:
+    """Have an optimizer learn at a schedule or a function.
+
+    To assign its property on TensorFlow reads that first, so calls a function.
+    """
+    optimizer._learning_rate = rate
 
 
 def schedule_of(optimizer: Optimizer) -> Any:

@@ -1,8 +1,18 @@
 """What optimizes: one optimizer, or several that share the variables out."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from accumtrainer.keras_api import is_known_to, ops, optimizers_of
+from accumtrainer.keras_api import (
+    give_rate,
+    given_rate,
+    is_known_to,
+    ops,
+    optimizers_of,
+    schedule_of,
+)
 from accumtrainer.keras_api.types import Optimizer, Tensor
 from accumtrainer.window.clipping import finite_norm, global_norm
 from accumtrainer.window.gradients import Gradients
@@ -29,6 +39,16 @@ class _Member:
     @property
     def clips_globally(self) -> bool:
         return bool(getattr(self.optimizer, "global_clipnorm", None))
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A function that returns a rate that another one has returned."""
+
+    rate: Any
+
+    def __call__(self, *_: Any) -> Any:
+        return self.rate
 
 
 class Optimizers:
@@ -64,13 +84,35 @@ class Optimizers:
         """Whether any of them clips."""
         return any(member.clips for member in self._members)
 
-    def learning_rates(self) -> dict[str, Tensor]:
-        """Read the rates of the next update by the names they are logged under.
+    @contextlib.contextmanager
+    def reading_rates(self) -> Iterator[dict[str, Tensor]]:
+        """Make a scope in which an update is made at the rates read here.
+
+        A function may return another rate each time, and Keras calls it for the
+        update and once more for each variable whose weights decay.
 
         Returns:
-            Scalars, float32: `learning_rate`, or `learning_rate_<name>` of
-            each, numbered where names come again.
+            Scalars, float32, by the names they are logged under:
+            `learning_rate`, or `learning_rate_<name>` of each, numbered where
+            names come again.
         """
+        functions = [
+            (member.optimizer, given_rate(member.optimizer))
+            for member in self._members
+            if schedule_of(member.optimizer) is None
+            and callable(given_rate(member.optimizer))
+            # Replicas take turns in TensorFlow: one may have read it already.
+            and not isinstance(given_rate(member.optimizer), _Read)
+        ]
+        try:
+            for optimizer, _ in functions:
+                give_rate(optimizer, _Read(optimizer.learning_rate))
+            yield self._learning_rates()
+        finally:
+            for optimizer, function in functions:
+                give_rate(optimizer, function)
+
+    def _learning_rates(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for member in self._members:
             name = "learning_rate"

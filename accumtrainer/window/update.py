@@ -89,22 +89,24 @@ class Update:
         loss = info.loss
         divisor = self._divisor(weighing, added, count)
         gradients, norm, is_finite = self._finish(sums, divisor, info)
-        rates = self._optimizers.learning_rates()
         # A copy, because it may be a variable that is about to move.
         scale = ops.copy(state.loss_scale.value)
-        self._backend.cond(
-            is_finite,
-            lambda: self._commit(
-                self._for_optimizer(
-                    _divide(sums, divisor) if gradients is None else gradients,
-                    used,
+        with self._optimizers.reading_rates() as rates:
+            self._backend.cond(
+                is_finite,
+                lambda: self._commit(
+                    self._for_optimizer(
+                        _divide(sums, divisor)
+                        if gradients is None
+                        else gradients,
+                        used,
+                    ),
+                    info,
+                    means,
+                    added,
                 ),
-                info,
-                means,
-                added,
-            ),
-            self._forget,
-        )
+                self._forget,
+            )
         self._move_scale(scale, is_finite)
         state.micro_batches.assign(state.micro_batches.value + micro_batches)
         step = {

@@ -7,7 +7,8 @@ import pytest
 from keras_core_gaps import keras_3_only
 
 from accumtrainer import Accumulation, Callback, Trainer
-from accumtrainer.keras_api import keras, ops
+from accumtrainer.callbacks import GradientAccumulation
+from accumtrainer.keras_api import BACKEND, keras, ops
 
 X = np.linspace(-1, 1, 48, dtype="float32").reshape(24, 2)
 Y = X.sum(axis=1, keepdims=True)
@@ -164,6 +165,45 @@ def test_rate_that_is_a_number_stays():
 def test_rate_that_is_a_function_is_asked():
     _, applied, _ = fit(keras.optimizers.SGD(lambda: 0.125))
     assert applied.column("learning_rate") == [0.125, 0.125, 0.125]
+
+
+@keras_3_only("gives such a function the number of updates")
+@pytest.mark.parametrize("run_eagerly", [True, False])
+@pytest.mark.parametrize("weight_decay", [None, 0.1])
+@pytest.mark.parametrize("is_within_fit", [False, True])
+def test_function_that_counts_rates_is_asked_once_per_update(
+    is_within_fit, weight_decay, run_eagerly
+):
+    if not run_eagerly and BACKEND != "torch":
+        pytest.skip("compiled, the function is asked while it is traced")
+    asked = []
+
+    def next_rate():
+        asked.append(1e-3 * (len(asked) + 1))
+        return asked[-1]
+
+    def compiled(rate):
+        model = make_model()
+        optimizer = keras.optimizers.SGD(rate, weight_decay=weight_decay)
+        model.compile(optimizer, loss="mse", run_eagerly=run_eagerly)
+        return model
+
+    options = {"batch_size": 8, "verbose": 0, "shuffle": False}
+    model = compiled(next_rate)
+    if is_within_fit:
+        model.fit(X, Y, callbacks=[GradientAccumulation(steps=1)], **options)
+    else:
+        applied = Applied()
+        Trainer(model).fit(X, Y, callbacks=[applied], **options)
+        np.testing.assert_allclose(applied.column("learning_rate"), asked)
+    assert len(asked) == 3
+    # Keras may ask a schedule as often as it likes, and is told the same.
+    plain = compiled(StepPlusOne(1e-3))
+    plain.fit(X, Y, **options)
+    for one, other in zip(
+        model.get_weights(), plain.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
 def test_rate_assigned_between_updates_is_used_at_once():
