@@ -31,9 +31,8 @@ def check_bare_losses(
     right, unless it adds up over micro-batches. Where the user has stated what
     others were averaged over, a trial that shows otherwise is a warning. So is
     it where nobody has, if layers have added all of them, and but a trial shows
-    that none depends on data. Activity
-    regularizers are refused where a trial shows that they do not add up over
-    samples.
+    that none depends on data. Activity regularizers are refused where a trial
+    shows that they do not add up over samples.
 
     Args:
         parts: whose windows are weighed.

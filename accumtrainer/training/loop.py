@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -323,11 +322,10 @@ class FitLoop:
         return not self._should_stop()
 
     def _should_stop(self) -> bool:
-        trainer, options = self._trainer, self._options
-        if trainer.model.stop_training:
-            return True
-        limit = math.inf if options.max_seconds is None else options.max_seconds
-        return self._clock.seconds >= limit or self._has_made_all_updates()
+        limit = self._options.max_seconds
+        is_late = limit is not None and self._clock.seconds >= limit
+        has_stopped = bool(self._trainer.model.stop_training) or is_late
+        return has_stopped or self._has_made_all_updates()
 
     def _has_made_all_updates(self) -> bool:
         end = self._start.before.updates + self._options.update_limit
