@@ -2,7 +2,7 @@
 
 Without XLA, TensorFlow on a CPU refuses an id that an embedding has no row for,
 and a label that is no class. XLA takes another row, or makes a loss of NaN. Nor
-does it run assertions.
+does it run assertions, or refuse to divide an integer by zero.
 """
 
 import functools
@@ -36,8 +36,45 @@ POSITIONS = {
 }
 """The operations that index, and which of their inputs are the indices."""
 
-UNSEEN = {"Assert": 0, "ReverseSequence": 1, "Slice": 1, "StridedSlice": 1}
+UNSEEN = {
+    "Assert": (0,),
+    "Bincount": (0,),
+    "CheckNumerics": (0,),
+    "DenseBincount": (0,),
+    "Div": (1,),
+    "DynamicPartition": (1,),
+    "FloorDiv": (1,),
+    "FloorMod": (1,),
+    "InvertPermutation": (0,),
+    "MatrixBandPart": (1, 2),
+    "MatrixInverse": (0,),
+    "MatrixSolve": (0,),
+    "Mod": (1,),
+    "ParameterizedTruncatedNormal": (1, 2, 3, 4),
+    "Pow": (1,),
+    "QuantizeAndDequantizeV2": (1, 2),
+    "QuantizeAndDequantizeV3": (1, 2, 3),
+    "QuantizeAndDequantizeV4": (1, 2),
+    "RandomUniformInt": (1, 2),
+    "ReverseSequence": (1,),
+    "SelfAdjointEigV2": (0,),
+    "Slice": (1,),
+    "SparseToDense": (0,),
+    "StatelessParameterizedTruncatedNormal": (2, 3, 4, 5),
+    "StatelessRandomUniformInt": (2, 3),
+    "StatelessRandomUniformIntV2": (4, 5),
+    "StridedSlice": (1,),
+    "TruncateDiv": (1,),
+    "TruncateMod": (1,),
+} | {
+    f"ResourceScatter{dimensions}{change}": (1,)
+    for dimensions in ("", "Nd")
+    for change in ("Add", "Div", "Max", "Min", "Mul", "Sub", "Update")
+}
 """Others that refuse values without XLA alone, and which of their inputs."""
+
+OF_INTEGERS = ("Div", "FloorDiv", "FloorMod", "Mod", "Pow")
+"""Those that refuse integers, and take any float."""
 
 SIZES = ("Rank", "Shape", "ShapeN", "Size", "VariableShape")
 """Operations of which data decide nothing."""
@@ -188,20 +225,27 @@ def lookups(operations: list[Any]) -> Iterator[Lookup]:
 
 def is_unseen_by_xla(operation: Any) -> bool:
     """Tell whether an operation refuses values of which XLA takes any."""
-    position = UNSEEN.get(operation.type)
-    if position is None:
+    if operation.type not in UNSEEN:
         return False
-    value = operation.inputs[position]
-    if operation.type != "StridedSlice":
-        return is_of_data(value)
-    # Of those it refuses single numbers alone, and cuts ranges off.
-    single = operation.get_attr(SINGLE)
-    if not single or value.op.type != "Pack":
-        return bool(single) and is_of_data(value)
-    return any(
-        single >> axis & 1 and is_of_data(part)
-        for axis, part in enumerate(value.op.inputs)
-    )
+    node = operation.node_def
+    values = [operation.inputs[position] for position in _unseen(node)]
+    # Of numbers that are put together a slice refuses the single ones.
+    if node.op == "StridedSlice" and values and values[0].op.type == "Pack":
+        single = node.attr[SINGLE].i
+        parts = enumerate(values[0].op.inputs)
+        values = [part for axis, part in parts if single >> axis & 1]
+    return any(map(is_of_data, values))
+
+
+def _unseen(node: Any) -> tuple[int, ...]:
+    """Say which inputs of a node XLA takes any values of; see `UNSEEN`."""
+    kind = node.op
+    if kind in OF_INTEGERS and not tf.as_dtype(node.attr["T"].type).is_integer:
+        return ()
+    # A slice refuses single numbers alone, and cuts ranges off.
+    if kind == "StridedSlice" and not node.attr[SINGLE].i:
+        return ()
+    return UNSEEN.get(kind, ())
 
 
 def is_of_data(tensor: Tensor) -> bool:
@@ -295,14 +339,11 @@ def _indexes(function: Any) -> bool:
         return [nodes.get(name) for name in names]
 
     for node in function.node_def:
-        position = POSITIONS.get(node.op, UNSEEN.get(node.op))
-        if position is None:
-            continue
-        if node.op == "StridedSlice" and not node.attr[SINGLE].i:
-            continue
-        value = inputs_of(node)[position]
-        if _reaches(value, lambda node: node.op, inputs_of):
-            return True
+        position = POSITIONS.get(node.op)
+        positions = _unseen(node) if position is None else (position,)
+        for value in map(inputs_of(node).__getitem__, positions):
+            if _reaches(value, lambda node: node.op, inputs_of):
+                return True
     return False
 
 
