@@ -298,6 +298,39 @@ def positional(hidden):
     return Positions()(hidden)
 
 
+def make_positional(length):
+    ids = keras.Input([length], dtype="int32")
+    hidden = positional(layers.Embedding(10, 4)(ids))
+    hidden = layers.GlobalAveragePooling1D()(hidden)
+    return keras.Model(ids, layers.Dense(3)(hidden))
+
+
+@pytest.mark.parametrize("train", WAYS)
+@pytest.mark.parametrize("length", [9, None])
+def test_places_without_a_row_are_refused(train, length):
+    model = make_positional(length)
+    before = model.get_weights()
+    with pytest.raises(DataError, match="0 to 7.*nothing was"):
+        train(model, np.tile(IDS, 2)[:, :9], LABELS)
+    for one, other in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_longer_sequences_may_have_places_without_a_row():
+    trainer = Trainer(
+        make_positional(None),
+        optimizer="adam",
+        loss=cross_entropy(),
+        accumulation=2,
+    )
+    for length in (5, 8, 6):
+        ids = np.tile(IDS, 2)[:, :length]
+        trainer.fit(ids, LABELS, batch_size=4, verbose=0)
+    with pytest.raises(DataError, match="0 to 7"):
+        trainer.fit(np.tile(IDS, 2)[:, :9], LABELS, batch_size=4, verbose=0)
+    assert trainer.progress.updates == 3
+
+
 def convolutional(hidden):
     return layers.Conv1D(4, 2, padding="causal")(hidden)
 

@@ -92,13 +92,24 @@ class Lookup:
         indices: int, of any shape.
         size: how many there are to choose from; int, one, or one for each
             column of the indices. A tensor if nobody knows it yet.
+        is_of_data: whether data decide the indices, not sizes alone.
         takes_negative: whether it leaves negative ones out.
     """
 
     name: str
     indices: Tensor
     size: np.ndarray | Tensor
+    is_of_data: bool
     takes_negative: bool = False
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether no index is outside, as is known while it is traced."""
+        known = tf.get_static_value(self.indices)
+        if known is None or tf.is_tensor(self.size):
+            return False
+        is_high_enough = self.takes_negative or np.all(known >= 0)
+        return bool(is_high_enough and np.all(known < self.size))
 
     @property
     def range(self) -> str:
@@ -157,12 +168,12 @@ class Indices:
             Its number, scalar int32, 0 for none; `None` where none indexes.
         """
         operations = graph.get_operations()[self._looked_at.get(graph, 0) :]
-        found = list(lookups(operations))
+        found = [o for o in lookups(operations) if not o.is_inside]
         is_unseen = any(map(is_unseen_by_xla, operations))
         if (
             is_unseen
             or calls_indexing(graph, operations)
-            or (found and not can_keep)
+            or (any(o.is_of_data for o in found) and not can_keep)
         ):
             self._leave_xla()
         self.pass_over(graph)
@@ -204,8 +215,6 @@ class Indices:
 def lookups(operations: list[Any]) -> Iterator[Lookup]:
     """Find operations that look something up by indices.
 
-    Those whose indices no data decide are not among them.
-
     Args:
         operations: of one graph, without the functions that it calls.
     """
@@ -214,13 +223,13 @@ def lookups(operations: list[Any]) -> Iterator[Lookup]:
         if position is None:
             continue
         indices = operation.inputs[position]
-        if is_of_data(indices):
-            yield Lookup(
-                name=operation.name,
-                indices=indices,
-                size=_size(operation, indices),
-                takes_negative=operation.type.startswith("UnsortedSegment"),
-            )
+        yield Lookup(
+            name=operation.name,
+            indices=indices,
+            size=_size(operation, indices),
+            is_of_data=is_of_data(indices),
+            takes_negative=operation.type.startswith("UnsortedSegment"),
+        )
 
 
 def is_unseen_by_xla(operation: Any) -> bool:
