@@ -1,13 +1,15 @@
 """What lasts from one window to the next: captured, checked and put back."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, MutableMapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 
 from accumtrainer import errors
+from accumtrainer.config import LossScale
 from accumtrainer.data.batches import Batch
-from accumtrainer.keras_api import ops
+from accumtrainer.keras_api import keras, ops
 from accumtrainer.keras_api.rebuild import begin_averages, build
 from accumtrainer.keras_api.types import Variable
 from accumtrainer.saving.snapshot import (
@@ -19,6 +21,7 @@ from accumtrainer.saving.snapshot import (
 )
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.program import WindowProgram
+from accumtrainer.window.state import TrainingState
 
 PARTS_OF_EPOCH = ("metrics", "means")
 """What an epoch begins anew, of the parts of a snapshot."""
@@ -46,6 +49,9 @@ class LastingState:
         self._examples: dict[Hashable, Batch] = {}
         self._streams: list[np.ndarray] = []
         self._settled_streams: int = 0
+        if parts.loss_scale is not None:
+            saved = SavedScale(parts.state, parts.loss_scale)
+            parts.hooks.optimizer.loss_scale_of_windows = saved
         if before is not None:
             self._examples = before._examples
             self._streams = before._streams
@@ -200,3 +206,35 @@ class LastingState:
             "state": self._window_parts.state.variables,
             "tracked": list(self._window_parts.tracked),
         }
+
+
+class SavedScale(keras.losses.Loss):
+    """The loss scale, as Keras saves and loads it with an optimizer.
+
+    `save_weights` and `BackupAndRestore` find it among the optimizer's
+    attributes, where Keras looks for layers, metrics, optimizers and losses. Of
+    these a loss is what does nothing else there.
+
+    Args:
+        state: holds the scale, and how many windows were good with it.
+        options: how it moves.
+    """
+
+    def __init__(self, state: TrainingState, options: LossScale):
+        super().__init__(name="loss_scale_of_windows")
+        self._state = state
+        self._options = options
+        self._saved = [state.loss_scale, state.good_windows]
+
+    def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
+        """Write values for Keras, which are current when it saves."""
+        for i, value in enumerate(copy_to_host(self._saved).values()):
+            store[str(i)] = value
+
+    def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
+        """Take saved values; files of what scales no loss have none."""
+        if not store.keys():
+            return
+        for i, variable in enumerate(self._saved):
+            variable.assign(np.array(store[str(i)]))
+        self._state.settle_loss_scale(self._options, was_scaled=True)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from stocked import Watch, X, Y, fit, make_model, numbers
 
-from accumtrainer import Accumulation, Trainer
+from accumtrainer import Accumulation, LossScale, Trainer
 from accumtrainer.keras_api import keras
 
 # Keras's callbacks read optimizers and weights through NumPy's old protocol.
@@ -170,6 +170,42 @@ def test_updates_are_counted_on_from_a_backup(
     assert int(trainer.optimizer.iterations) == restored + made
     if made:
         assert history["updates"][-1] == restored + made
+
+
+@pytest.mark.parametrize(
+    "scaled",
+    [
+        lambda sgd: {
+            "optimizer": sgd,
+            "loss_scale": LossScale(growth_interval=4),
+        },
+        lambda sgd: {
+            "optimizer": keras.optimizers.LossScaleOptimizer(
+                sgd, initial_scale=2.0**15, dynamic_growth_steps=4
+            )
+        },
+    ],
+    ids=["given", "of-the-optimizer"],
+)
+def test_loss_scale_goes_on_from_a_backup(scaled, tmp_path):
+    def train(*callbacks):
+        how = scaled(keras.optimizers.SGD(0.05))
+        trainer = Trainer(make_model(), loss="mse", accumulation=4, **how)
+        watch = Watch()
+        _, history = fit(*callbacks, watch, trainer=trainer)
+        return history.history["loss_scale"], watch.weights[-1]
+
+    def backup():
+        return keras.callbacks.BackupAndRestore(tmp_path)
+
+    scales, expected = train()
+    with pytest.raises(RuntimeError, match="power failure"):
+        train(backup(), FailBeforeThirdEpoch())
+    resumed, weights = train(backup())
+    # It has grown by then, and is to grow again after less than 4 updates.
+    assert resumed == scales[2:] == [2.0**17, 2.0**17]
+    for one, other in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
 def test_backup_and_restore_of_a_finished_training_leaves_nothing(tmp_path):

@@ -327,6 +327,33 @@ def test_scale_that_keras_has_reached_is_carried_over():
     assert Trainer(model).loss_scale.initial == reached
 
 
+@pytest.mark.parametrize("is_saved_by_trainer", [True, False])
+def test_weights_that_are_loaded_bring_their_loss_scale(
+    is_saved_by_trainer, tmp_path
+):
+    path = tmp_path / "some.weights.h5"
+    scales = []
+    for maximum in (64.0, 32.0):
+        model = make_model()
+        model.compile(keras.optimizers.SGD(0.01), loss="mse")
+        if not is_saved_by_trainer and not scales:
+            model.save_weights(path)
+        scaling = LossScale(initial=16.0, growth_interval=2, maximum=maximum)
+        applied = Applied()
+        trainer = Trainer(
+            model, loss_scale=scaling, accumulation=K, callbacks=[applied]
+        )
+        if scales:
+            model.load_weights(path)
+        fit(trainer)
+        scales.append(applied.column("loss_scale"))
+        if is_saved_by_trainer:
+            model.save_weights(path)
+    begun = [16.0, 16.0, 32.0, 32.0]
+    # As far as the new limits let it.
+    assert scales == [begun, [32.0] * 4 if is_saved_by_trainer else begun]
+
+
 def test_given_loss_scale_goes_before_that_of_a_compiled_model():
     model = make_model()
     model.compile(optimizer="sgd", loss="mse")
