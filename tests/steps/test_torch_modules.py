@@ -261,3 +261,73 @@ def test_module_in_two_layers_is_trained_as_in_keras(name, per_example):
             np.testing.assert_allclose(
                 ops.convert_to_numpy(ours), ops.convert_to_numpy(own), atol=1e-4
             )
+
+
+class Functional(layers.Layer):
+    """Calls a module of its own with other tensors in it."""
+
+    def __init__(self, others_of, norm):
+        super().__init__()
+        torch.manual_seed(0)
+        self.own = torch.nn.Sequential(torch.nn.Linear(5, 4), norm)
+        self.others_of = others_of
+
+    def call(self, x):
+        module = self.own.module
+        others = self.others_of(module, x)
+        return torch.func.functional_call(module, others, (x,))
+
+
+def doubled(module, x):
+    return {name: 2 * p for name, p in module.named_parameters()}
+
+
+def moved(module, x):
+    """Go a step of gradient descent within the layer."""
+    with torch.enable_grad():
+        own = dict(module.named_parameters())
+        loss = torch.func.functional_call(module, own, (x,))[:, 0].sum()
+        gradients = torch.autograd.grad(
+            loss + sum(p.pow(2).sum() for p in own.values()),
+            list(own.values()),
+            create_graph=True,
+        )
+    pairs = zip(own.items(), gradients, strict=True)
+    return {name: p - 0.25 * gradient for (name, p), gradient in pairs}
+
+
+def with_other_buffers(module, x):
+    buffers = {name: b + 1 for name, b in module.named_buffers()}
+    return doubled(module, x), buffers
+
+
+NORMS = {
+    "without buffers": lambda: torch.nn.LayerNorm(4),
+    # Keras runs it once more as it begins: this one forgets that.
+    "with buffers": lambda: torch.nn.BatchNorm1d(4, momentum=1.0),
+}
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("others", [doubled, moved, with_other_buffers])
+def test_modules_compute_with_the_tensors_of_a_functional_call(
+    others, norm, run_eagerly
+):
+    def train(trainer_of):
+        keras.utils.set_random_seed(0)
+        layer = Functional(others, NORMS[norm]())
+        model = keras.Sequential([layer, layers.Dense(3)])
+        model(X[:4])
+        loss = fit(trainer_of(model), epochs=2).evaluate(X, Y, verbose=0)
+        means = [b for b in layer.own.module.buffers() if b.ndim]
+        return [np.array(loss), *model.get_weights(), *means]
+
+    def compiled(model):
+        model.compile(**options())
+        return model
+
+    def trainer_of(model):
+        return make_trainer(model, accumulation=1, run_eagerly=run_eagerly)
+
+    assert_near(train(trainer_of), train(compiled))

@@ -113,7 +113,13 @@ class _Module:
             for name, b in self._body.named_buffers()
             if id(b) in known
         }
+        self._own = self._tensors()
         self._is_running = False
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Look up what the module computes with where nobody interferes."""
+        body = self._body
+        return {**dict(body.named_parameters()), **dict(body.named_buffers())}
 
     @contextlib.contextmanager
     def running(self, run: Callable[..., Any]) -> Iterator[None]:
@@ -152,8 +158,15 @@ class _Module:
     ) -> Any:
         if self._is_running:
             return self._forward(*args, **kwargs)  # it calls itself
-        values = {n: _value_of(v) for n, v in self._parameters.items()}
-        before = {n: v.value.detach() for n, v in self._buffers.items()}
+        # What a caller has put there, as `functional_call` does, is computed
+        # with as it is.
+        found = self._tensors()
+        own = {name for name, t in self._own.items() if found.get(name) is t}
+        values = {
+            n: _value_of(v) for n, v in self._parameters.items() if n in own
+        }
+        buffers = {n: v for n, v in self._buffers.items() if n in own}
+        before = {n: v.value.detach() for n, v in buffers.items()}
         tensors = {n: tensor.clone() for n, tensor in before.items()}
         tensors |= {n: t for n, t in values.items() if t is not None}
         self._is_running = True
@@ -161,7 +174,7 @@ class _Module:
             result = functional_call(self._body, tensors, args, kwargs)
         finally:
             self._is_running = False
-        for name, variable in self._buffers.items():
+        for name, variable in buffers.items():
             if changes(before[name], tensors[name]):
                 variable.assign(tensors[name].detach())
         return result
@@ -175,6 +188,7 @@ class _Module:
             if buffer.data_ptr() != memory.data_ptr():
                 variable.assign(buffer)
                 setattr(module, name, memory.detach())
+            self._own[path] = getattr(module, name)
 
 
 class _Body(torch.nn.Module):
@@ -201,5 +215,11 @@ def _sharing(buffer: Tensor, name: str) -> Variable:
 
 
 def _value_of(variable: Variable) -> Tensor | None:
-    """Return the tensor that a parameter is in here, if it is another one."""
-    return innermost().get_current_value(variable)
+    """Return the tensor that a parameter is in here, if it is another one.
+
+    A layer may differentiate by the parameter that it finds in its module.
+    """
+    scope = innermost()
+    if scope.parameter(variable) is not None:
+        return None
+    return scope.get_current_value(variable)
