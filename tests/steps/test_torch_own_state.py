@@ -3,6 +3,7 @@
 Training begins with a trial, and records what it runs: neither may show.
 """
 
+import array
 import collections
 import types
 
@@ -150,6 +151,94 @@ def test_trial_leaves_tensors_as_a_layer_has_kept_them(kind, train):
 def test_layers_may_keep_numbers_of_their_own(kind, train):
     expected = make_model(kind()).fit(X, Y, **HOW).history["loss"]
     found = train(make_model(kind())).history["loss"]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+class Slot:
+    """An object without a dict of attributes."""
+
+    __slots__ = ("sum",)
+
+    def __init__(self):
+        self.sum = 0
+
+
+def add_to_slot(kept):
+    kept.sum += 1
+
+
+def add_to_first(kept):
+    kept[0] += 1
+
+
+def add_to_key(kept):
+    kept["one"] = kept.get("one", 0) + 1
+
+
+def add_within(kept):
+    kept["more"]["one"] += 1
+
+
+def add_an_item(kept):
+    kept.add(len(kept))
+
+
+ANYTHING = {
+    "array": (lambda: np.zeros(1), lambda kept: kept[0], add_to_first),
+    "list of an array": (
+        lambda: [np.zeros(1)],
+        lambda kept: kept[0][0],
+        lambda kept: add_to_first(kept[0]),
+    ),
+    "bytes": (lambda: bytearray(1), lambda kept: kept[0], add_to_first),
+    "array of Python": (
+        lambda: array.array("f", [0]),
+        lambda kept: kept[0],
+        add_to_first,
+    ),
+    "set": (set, len, add_an_item),
+    "slot": (Slot, lambda kept: kept.sum, add_to_slot),
+    "new key": (dict, lambda kept: kept.get("one", 0), add_to_key),
+    "dict in a dict": (
+        lambda: {"more": {"one": 0}},
+        lambda kept: kept["more"]["one"],
+        add_within,
+    ),
+}
+
+
+class InAnything(AsNumber):
+    """Counts in what it is given."""
+
+    def __init__(self, make, read, add):
+        super().__init__()
+        self.own, self.read, self.add = make(), read, add
+
+    def begin(self):
+        pass
+
+    def kept(self):
+        return float(self.read(self.own))
+
+    def keep(self, value):
+        self.add(self.own)
+
+
+class AsScalarOfNumPy(AsNumber):
+    def begin(self):
+        self.sum = np.float32(0)
+
+
+@pytest.mark.parametrize("train", EVERY_WAY)
+@pytest.mark.parametrize("kind", [*ANYTHING, "scalar of NumPy"])
+def test_layers_may_count_in_anything(kind, train):
+    def make():
+        if kind not in ANYTHING:
+            return make_model(AsScalarOfNumPy())
+        return make_model(InAnything(*ANYTHING[kind]))
+
+    expected = make().fit(X, Y, **HOW).history["loss"]
+    found = train(make()).history["loss"]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 

@@ -5,19 +5,32 @@ tensors have no numbers: one that a layer puts into an attribute, a table it has
 made or what it shows others, it would find there later.
 """
 
+import array
 import collections
 import contextlib
+import copy
 from collections.abc import Iterable, Iterator
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 
 from accumtrainer.keras_api import keras, tree
-from accumtrainer.steps.torch.looks import read_from_outside
+from accumtrainer.steps.torch.looks import (
+    MOST_BYTES,
+    MOST_ITEMS,
+    kept_in,
+    read_from_outside,
+)
 
 MISSING = object()
-CONTAINERS = (list, dict, collections.deque)
+COLLECTIONS = (list, dict, set, collections.deque)
+ARRAYS = (np.ndarray, bytearray, array.array)
+CONTAINERS = (*COLLECTIONS, *ARRAYS)
+NUMBERS = (int, float, np.number)
+ALL = "all"
+"""Under which name the numbers of an array are its items."""
 
 
 @contextlib.contextmanager
@@ -41,13 +54,16 @@ def attributes_put_back(owners: Iterable[Any]) -> Iterator[dict[str, Any]]:
     finally:
         for owner, attributes, contents in before:
             for name, value in _kept_by(owner).items():
-                old, items = attributes.get(name, MISSING), contents.get(name)
+                old = attributes.get(name, MISSING)
+                items = contents.get(name, [])
                 # Where an object has no number yet, that of its class counts.
                 was = getattr(type(owner), name, old) if old is MISSING else old
                 has_fakes = _holds_fakes(value)
                 was_built = attributes.get("built", True)
                 if has_fakes or _is_replaced(was, value, items, was_built):
-                    _put_back(owner, name, old, items)
+                    _put_back(owner, name, old)
+                    for container, inside in items:
+                        _refill(container, inside)
                     whose = getattr(owner, "name", type(owner).__name__)
                     changed[f"{whose}.{name}"] = old
                     keeping += [f"{whose}.{name}"] if has_fakes else []
@@ -80,65 +96,118 @@ def _kept_by(owner: Any) -> dict[str, Any]:
     """Copy an object's attributes, and what a function reads from outside."""
     if isinstance(owner, FunctionType):
         return {**read_from_outside(owner), **vars(owner)}
-    return dict(vars(owner))
+    # What `type` itself says of a class nobody has written there.
+    return dict(vars(owner) if isinstance(owner, type) else kept_in(owner))
 
 
-def _contents(owner: Any) -> dict[str, dict]:
-    """Copy the lists, queues and dicts among an object's attributes."""
+def _contents(owner: Any) -> dict[str, list[tuple[Any, dict]]]:
+    """Look into containers among an object's attributes, and into theirs.
+
+    Returns:
+        Pairs of a container and its items, the outermost first, by attribute.
+    """
     return {
-        name: _items(value)
+        name: [(one, _items(one)) for one in _containers_in(value)]
         for name, value in _kept_by(owner).items()
-        if isinstance(value, CONTAINERS)
     }
+
+
+def _containers_in(value: Any, depth: int = 3) -> Iterator[Any]:
+    if depth and isinstance(value, CONTAINERS):
+        yield value
+        if isinstance(value, COLLECTIONS) and len(value) <= MOST_ITEMS:
+            for item in _items(value).values():
+                yield from _containers_in(item, depth - 1)
 
 
 def _items(value: Any) -> dict:
     """Look at a container's items, also where Keras tracks who looks."""
-    pairs = dict.items(value) if isinstance(value, dict) else enumerate(value)
-    return dict(pairs)
+    if isinstance(value, dict):
+        return dict(dict.items(value))
+    if isinstance(value, set):
+        return {item: item for item in value}
+    if isinstance(value, (list, collections.deque)):
+        return dict(enumerate(value))
+    is_array = isinstance(value, ARRAYS)
+    is_small = is_array and np.asarray(value).nbytes <= MOST_BYTES
+    return {ALL: copy.copy(value)} if is_small else {}
 
 
 def _is_replaced(old: Any, value: Any, items: Any, was_built: bool) -> bool:
-    """Whether a tensor or number is another, or one in a container.
+    """Whether a tensor, number or array is another, or one in a container.
 
     What is made once may stay, as what a layer has built.
     """
-    kinds = (torch.Tensor, int, float) if was_built else torch.Tensor
-    if items is None:
-        return old is not value and _is_one_of(old, kinds)
-    now = _items(value) if isinstance(value, CONTAINERS) else {}
-    keys = items if isinstance(old, dict) else {**items, **now}
-    pairs = [(items.get(key), now.get(key)) for key in keys]
+    kinds = (torch.Tensor, *NUMBERS, *ARRAYS) if was_built else torch.Tensor
+    if _is_one_of(old, kinds) and old is not value:
+        return _differ(old, value)
+    # What stands in the place of a container is compared with it.
+    now = [value, *(container for container, _ in items[1:])]
     return any(
-        one is not other
-        and (_is_one_of(one, kinds) or _is_one_of(other, kinds))
-        for one, other in pairs
+        _are_changed(before, one, kinds)
+        for (_, before), one in zip(items, now, strict=False)
     )
+
+
+def _are_changed(items: dict, container: Any, kinds: Any) -> bool:
+    """Whether items of some kinds in a container are others than before."""
+    now = _items(container)
+    for key in {**items, **now}:
+        one, other = items.get(key, MISSING), now.get(key, MISSING)
+        # A dict may get a table for each shape, but no count.
+        is_made = isinstance(container, dict) and one is MISSING
+        if is_made and not _is_one_of(other, NUMBERS):
+            continue
+        is_kind = _is_one_of(one, kinds) or _is_one_of(other, kinds)
+        if is_kind and _differ(one, other):
+            return True
+    return False
 
 
 def _is_one_of(value: Any, kinds: Any) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
-def _put_back(owner: Any, name: str, old: Any, items: Any) -> None:
-    """Give an object the attribute back that it had, with what was in it."""
+def _differ(one: Any, other: Any) -> bool:
+    """Whether two are not the same tensor, or the same numbers."""
+    if one is other:
+        return False
+    if type(one) is not type(other) or isinstance(one, torch.Tensor):
+        return True
+    return np.asarray(one).tobytes() != np.asarray(other).tobytes()
+
+
+def _put_back(owner: Any, name: str, old: Any) -> None:
+    """Give an object the attribute back that it had."""
     if isinstance(owner, type):
         _set_attribute(owner, name, old)
     elif isinstance(owner, FunctionType) and name not in vars(owner):
         _set_outside(owner, name, old)
+    elif name not in getattr(owner, "__dict__", {}):
+        _set_slot(owner, name, old)
     elif old is MISSING:
         del vars(owner)[name]
     else:
         vars(owner)[name] = old
+
+
+def _refill(container: Any, items: dict) -> None:
+    """Put the items back that were in a container."""
     # Keras's own lists and dicts would track what is put back anew.
-    if isinstance(old, dict):
-        dict.clear(old)
-        dict.update(old, items)
-    elif isinstance(old, list):
-        list.__setitem__(old, slice(None), items.values())
-    elif isinstance(old, collections.deque):
-        old.clear()
-        old.extend(items.values())
+    if isinstance(container, dict):
+        dict.clear(container)
+        dict.update(container, items)
+    elif isinstance(container, set):
+        set.clear(container)
+        set.update(container, items)
+    elif isinstance(container, list):
+        list.__setitem__(container, slice(None), items.values())
+    elif isinstance(container, collections.deque):
+        container.clear()
+        container.extend(items.values())
+    elif items and _differ(container, items[ALL]):
+        is_array = isinstance(container, np.ndarray)
+        container[... if is_array else slice(None)] = items[ALL]
 
 
 def _set_attribute(owner: type, name: str, value: Any) -> None:
@@ -146,6 +215,14 @@ def _set_attribute(owner: type, name: str, value: Any) -> None:
         delattr(owner, name)
     else:
         setattr(owner, name, value)
+
+
+def _set_slot(owner: Any, name: str, value: Any) -> None:
+    """Set what has a slot, also where an object is frozen."""
+    if value is MISSING:
+        object.__delattr__(owner, name)
+    else:
+        object.__setattr__(owner, name, value)
 
 
 def _set_outside(function: FunctionType, name: str, value: Any) -> None:
@@ -171,7 +248,7 @@ def _holds_fakes(value: Any) -> bool:
 
 def _flatten(value: Any, depth: int = 3) -> Iterator[Any]:
     """List what is in lists, dicts and the like, which may be in others."""
-    if depth and isinstance(value, (*CONTAINERS, tuple)):
+    if depth and isinstance(value, (*COLLECTIONS, tuple)):
         items = dict.values(value) if isinstance(value, dict) else value
         for item in items:
             yield from _flatten(item, depth - 1)

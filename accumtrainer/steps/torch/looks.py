@@ -145,14 +145,15 @@ def _is_of_users(value: Any) -> bool:
     Nothing is asked of the object itself, which may be a module that loads once
     it is asked.
     """
-    kind = type(value)
+    kind: Any = type(value)
     if isinstance(value, type):
         return not _is_known(value.__module__)
     if isinstance(value, types.FunctionType):
         return not _is_known(value.__globals__.get("__name__"))
     if OPENED.get(kind) is _open_object:
         return True
-    return kind.__dictoffset__ != 0 and not _is_known(kind.__module__)
+    has_attributes = kind.__dictoffset__ != 0 or bool(_slots(kind))
+    return has_attributes and not _is_known(kind.__module__)
 
 
 def _walk(owners: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
@@ -227,7 +228,7 @@ def _open_object(owner: Any) -> Opened:
     if isinstance(owner, keras.Model):
         hidden = hidden | OF_MODELS
     is_keras = _package(type(owner).__module__) == "keras"
-    for name, value in _attributes(owner):
+    for name, value in kept_in(owner):
         if name in hidden or (is_layer and value is None):
             continue
         if value is False and is_keras:
@@ -245,7 +246,7 @@ def _open_object(owner: Any) -> Opened:
     return itself, parts
 
 
-def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
+def kept_in(owner: Any) -> Iterator[tuple[str, Any]]:
     """List an object's attributes, also those that have slots."""
     yield from list(getattr(owner, "__dict__", {}).items())
     kind: Any = type(owner)
