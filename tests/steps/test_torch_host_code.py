@@ -1,5 +1,6 @@
-"""PyTorch: what layers draw on the host, or count, is new in every step."""
+"""PyTorch: what layers draw, take or count on the host is new in every step."""
 
+import itertools
 import random
 import secrets
 
@@ -38,7 +39,29 @@ def kept_by(make, seed):
     return lambda: generator.random()
 
 
+def taken_from(iterator):
+    """Give a source that takes from an iterator in its closure."""
+    return lambda: next(iterator)
+
+
+class Taking:
+    """A source that keeps an iterator, and begins it anew at its end."""
+
+    def __init__(self):
+        self.numbers = iter(())
+
+    def __call__(self):
+        try:
+            return next(self.numbers)
+        except StopIteration:
+            self.numbers = iter([0.2, 0.9, 0.7, 0.1])
+            return next(self.numbers)
+
+
 SOURCES = {
+    "iterator": Taking,
+    "cycle": lambda: taken_from(itertools.cycle([0.2, 0.9, 0.7])),
+    "generator": lambda: taken_from(i % 3 / 3 for i in itertools.count()),
     "random": lambda: random.random,
     "numpy": lambda: lambda: np.random.rand(),
     "Cython": lambda: lambda: uniform(0, 1),

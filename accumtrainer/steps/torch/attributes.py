@@ -46,14 +46,14 @@ def attributes_put_back(owners: Iterable[Any]) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: one keeps a tensor that has no numbers.
     """
-    before = [(one, _kept_by(one), _contents(one)) for one in owners]
+    before = [(one, kept_by(one), _contents(one)) for one in owners]
     changed: dict[str, Any] = {}
     keeping: list[str] = []
     try:
         yield changed
     finally:
         for owner, attributes, contents in before:
-            for name, value in _kept_by(owner).items():
+            for name, value in kept_by(owner).items():
                 old = attributes.get(name, MISSING)
                 items = contents.get(name, [])
                 # Where an object has no number yet, that of its class counts.
@@ -61,7 +61,7 @@ def attributes_put_back(owners: Iterable[Any]) -> Iterator[dict[str, Any]]:
                 has_fakes = _holds_fakes(value)
                 was_built = attributes.get("built", True)
                 if has_fakes or _is_replaced(was, value, items, was_built):
-                    _put_back(owner, name, old)
+                    put_back(owner, name, old)
                     for container, inside in items:
                         _refill(container, inside)
                     whose = getattr(owner, "name", type(owner).__name__)
@@ -92,7 +92,7 @@ def all_metrics(model: Any) -> list[Any]:
     return list(found.values())
 
 
-def _kept_by(owner: Any) -> dict[str, Any]:
+def kept_by(owner: Any) -> dict[str, Any]:
     """Copy an object's attributes, and what a function reads from outside."""
     if isinstance(owner, FunctionType):
         return {**read_from_outside(owner), **vars(owner)}
@@ -108,7 +108,7 @@ def _contents(owner: Any) -> dict[str, list[tuple[Any, dict]]]:
     """
     return {
         name: [(one, _items(one)) for one in _containers_in(value)]
-        for name, value in _kept_by(owner).items()
+        for name, value in kept_by(owner).items()
     }
 
 
@@ -177,7 +177,7 @@ def _differ(one: Any, other: Any) -> bool:
     return np.asarray(one).tobytes() != np.asarray(other).tobytes()
 
 
-def _put_back(owner: Any, name: str, old: Any) -> None:
+def put_back(owner: Any, name: str, old: Any) -> None:
     """Give an object the attribute back that it had."""
     if isinstance(owner, type):
         _set_attribute(owner, name, old)

@@ -34,6 +34,7 @@ from accumtrainer.steps.torch.gradients import (
     map_rows,
 )
 from accumtrainer.steps.torch.host_draws import host_draws_put_back
+from accumtrainer.steps.torch.iterators import iterators_put_back
 from accumtrainer.steps.torch.layouts import Order, lay_out
 from accumtrainer.steps.torch.looks import (
     attributes_of,
@@ -432,7 +433,8 @@ def _unchanged(model: Model | None, looks: Looks) -> Iterator[list[str]]:
     before = {b: b.clone() for layer in layers for b in layer.buffers()}
     numbers: list[str] = []
     metrics = all_metrics(model) if layers else []
-    known = {id(one) for one in [*metrics, *modules_of(layers)]}
+    modules = modules_of(layers)
+    known = {id(one) for one in [*metrics, *modules]}
     others = [one for one in objects_of(layers) if id(one) not in known]
     # As they are built, layers draw their seeds.
     is_built = model is not None and model.built
@@ -440,14 +442,15 @@ def _unchanged(model: Model | None, looks: Looks) -> Iterator[list[str]]:
     try:
         with (
             put_back(looks.things) as drawn,
-            attributes_put_back(modules_of(layers)) as of_layers,
+            iterators_put_back([*modules, *metrics, *others]) as iterators,
+            attributes_put_back(modules) as of_layers,
             attributes_put_back([*metrics, *others]) as of_others,
         ):
             yield numbers
     finally:
         for buffer, value in before.items():
             buffer.copy_(value)
-    numbers += drawn if is_built else ()
+    numbers += [*(drawn if is_built else ()), *iterators]
     numbers += of_others
     numbers += (name for name, old in of_layers.items() if not has_tensors(old))
 

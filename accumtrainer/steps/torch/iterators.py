@@ -1,0 +1,93 @@
+"""Iterators that layers and others keep, from which a trial takes nothing.
+
+Keras runs their Python code in every step on PyTorch, and each takes the next
+item. What is recorded would keep the item of one step.
+"""
+
+import collections
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from accumtrainer.steps.torch.attributes import kept_by, put_back
+
+OF_PYTHON = ("builtins", "itertools")
+"""Modules of iterators into which nobody can look, as generators.
+
+Others have attributes, which are put back as those of any object."""
+
+
+class Again:
+    """An iterator that gives again what was taken from it in a scope.
+
+    Args:
+        source: gives the items that have not been taken yet.
+    """
+
+    def __init__(self, source: Iterator[Any]):
+        self.source = source
+        self._ahead: collections.deque = collections.deque()
+        self._taken: list[Any] | None = None
+        self._was_asked = False
+
+    def __iter__(self) -> "Again":
+        return self
+
+    def __next__(self) -> Any:
+        self._was_asked = True
+        item = self._ahead.popleft() if self._ahead else next(self.source)
+        if self._taken is not None:
+            self._taken.append(item)
+        return item
+
+    def begin(self) -> None:
+        """Note from here on what is taken."""
+        self._taken, self._was_asked = [], False
+
+    def rewind(self) -> bool:
+        """Let it be taken again, and say whether anybody has asked for it."""
+        self._ahead.extendleft(reversed(self._taken or []))
+        self._taken = None
+        return self._was_asked
+
+
+@contextlib.contextmanager
+def iterators_put_back(owners: Iterable[Any]) -> Iterator[list[str]]:
+    """Let others take from iterators what code has taken in here.
+
+    Where it has, something else that gives the same stays in their place.
+
+    Args:
+        owners: what has attributes, or is a function that reads iterators.
+
+    Returns:
+        The names of those that were asked, once the scope has ended.
+    """
+    kept = [
+        (owner, name, value)
+        for owner in owners
+        for name, value in kept_by(owner).items()
+        if isinstance(value, Again) or _is_of_python(value)
+    ]
+    again = {
+        id(value): value if isinstance(value, Again) else Again(value)
+        for _, _, value in kept
+    }
+    for one in again.values():
+        one.begin()
+    for owner, name, value in kept:
+        put_back(owner, name, again[id(value)])
+    names: list[str] = []
+    try:
+        yield names
+    finally:
+        was_asked = {key: one.rewind() for key, one in again.items()}
+        for owner, name, value in kept:
+            is_other = was_asked[id(value)]
+            put_back(owner, name, again[id(value)] if is_other else value)
+            names += [name] if is_other else []
+
+
+def _is_of_python(value: Any) -> bool:
+    is_known = type(value).__module__ in OF_PYTHON
+    return is_known and isinstance(value, Iterator)
