@@ -372,6 +372,13 @@ OPTIMIZER_OF_OTHERS = (
     "not know {variable!r}. Give an optimizer that has not been used."
 )
 
+OPTIMIZER_OF_TORCH = (
+    "optimizer must compute with the gradients that apply() is given. "
+    "Received: {optimizer}, which keeps one of torch.optim, {inner}: that "
+    "reads `.grad` of parameters, where windows leave none. "
+    "Give an optimizer of Keras's, or one that computes in its update_step()."
+)
+
 COMPILED_ANEW = (
     "model must stay compiled as its Trainer has left it, whose step updates "
     "the metrics of then. Received: the model {model!r}, compiled anew since, "

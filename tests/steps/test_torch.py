@@ -279,3 +279,38 @@ def test_last_window_of_unknown_data_is_applied_inside_fit():
     batches = ((X[i : i + 4], Y[i : i + 4]) for i in range(0, 24, 4))
     model.fit(batches, callbacks=[callback], shuffle=False, verbose=0)
     assert callback.progress.updates == 2
+
+
+class HandingOn(keras.optimizers.Optimizer):
+    """Has an optimizer of PyTorch update parameters, by their `.grad`."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.inner = [torch.optim.Adam([v.value for v in variables])]
+
+    def apply(self, gradients, trainable_variables=None):
+        for variable, gradient in zip(
+            self._trainable_variables, gradients, strict=True
+        ):
+            variable.value.grad = gradient
+        self.inner[0].step()
+        self.iterations.assign_add(1)
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("by_callback", [False, True])
+def test_optimizers_that_hand_gradients_to_torch_are_refused(
+    by_callback, run_eagerly
+):
+    model = make_model()
+    model.compile(HandingOn(0.01), "mse", run_eagerly=run_eagerly)
+    how = {"batch_size": 12, "verbose": 0}
+    before = model.get_weights()
+    with pytest.raises(ValueError, match="HandingOn, which keeps .* Adam"):
+        if by_callback:
+            how["callbacks"] = [GradientAccumulation(steps=2)]
+            model.fit(X, X[:, :3], **how)
+        else:
+            Trainer(model).fit(X, X[:, :3], **how)
+    for weight, one in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(weight, one)

@@ -32,6 +32,7 @@ from accumtrainer.steps.torch.gradients import (
     gradients,
     gradients_of_rows,
     map_rows,
+    refuse_optimizers_of_torch,
 )
 from accumtrainer.steps.torch.host_draws import host_draws_put_back
 from accumtrainer.steps.torch.iterators import iterators_put_back
@@ -213,6 +214,8 @@ class TorchBackend(Backend):
 
     def _begin(self, variables: Sequence[Variable]) -> None:
         """Get variables ready that a program has not used before."""
+        model = self._model or self._modules.model
+        refuse_optimizers_of_torch(getattr(model, "optimizer", None))
         self.replicas.begin_alike(variables)
         show_parameters(self._modules.model)
         # What a module keeps for itself stays where the module finds it.

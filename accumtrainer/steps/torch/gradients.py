@@ -6,8 +6,9 @@ from typing import Any, cast
 import optree
 import torch
 
-from accumtrainer.keras_api import tree
-from accumtrainer.keras_api.types import Nest, Tensor, Variable
+from accumtrainer import errors
+from accumtrainer.keras_api import optimizers_of, tree
+from accumtrainer.keras_api.types import Nest, Optimizer, Tensor, Variable
 from accumtrainer.steps.torch.scopes import Pending, Repeating, innermost
 
 Objective = Callable[..., tuple[Tensor, Nest]]
@@ -191,3 +192,18 @@ def map_rows(function: Callable[[Nest], Nest], stacked: Nest) -> Nest:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def refuse_optimizers_of_torch(optimizer: Optimizer | None) -> None:
+    """Refuse an optimizer of Keras that has one of PyTorch do its work.
+
+    Raises:
+        ValueError: that reads gradients where nobody puts them.
+    """
+    for one in [] if optimizer is None else optimizers_of(optimizer)[1]:
+        for kept in tree.flatten(list(vars(one).values())):
+            if isinstance(kept, torch.optim.Optimizer):
+                message = errors.OPTIMIZER_OF_TORCH.format(
+                    optimizer=type(one).__name__, inner=type(kept).__name__
+                )
+                raise ValueError(message)
