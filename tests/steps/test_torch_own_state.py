@@ -18,6 +18,7 @@ if BACKEND != "torch":
     pytest.skip("is about PyTorch", allow_module_level=True)
 
 import torch
+from recorded import note_graphs
 
 layers = keras.layers
 X = np.random.default_rng(0).normal(size=(12, 4)).astype("float32")
@@ -240,6 +241,12 @@ def test_layers_may_count_in_anything(kind, train):
     expected = make().fit(X, Y, **HOW).history["loss"]
     found = train(make()).history["loss"]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_layers_that_add_losses_are_recorded(monkeypatch):
+    recorded = note_graphs(monkeypatch)
+    by_trainer(make_model(layers.Dense(4, activity_regularizer="l2")))
+    assert len(recorded) == 1
 
 
 class OfClass(AsNumber):

@@ -20,6 +20,7 @@ from accumtrainer.keras_api import keras, tree
 from accumtrainer.steps.torch.looks import (
     MOST_BYTES,
     MOST_ITEMS,
+    OF_LAYERS,
     kept_in,
     read_from_outside,
 )
@@ -59,8 +60,10 @@ def attributes_put_back(owners: Iterable[Any]) -> Iterator[dict[str, Any]]:
                 # Where an object has no number yet, that of its class counts.
                 was = getattr(type(owner), name, old) if old is MISSING else old
                 has_fakes = _holds_fakes(value)
-                was_built = attributes.get("built", True)
-                if has_fakes or _is_replaced(was, value, items, was_built):
+                # Keras itself numbers the losses that a layer adds.
+                may_count = name not in OF_LAYERS
+                may_count = may_count and attributes.get("built", True)
+                if has_fakes or _is_replaced(was, value, items, may_count):
                     put_back(owner, name, old)
                     for container, inside in items:
                         _refill(container, inside)
@@ -133,12 +136,12 @@ def _items(value: Any) -> dict:
     return {ALL: copy.copy(value)} if is_small else {}
 
 
-def _is_replaced(old: Any, value: Any, items: Any, was_built: bool) -> bool:
+def _is_replaced(old: Any, value: Any, items: Any, may_count: bool) -> bool:
     """Whether a tensor, number or array is another, or one in a container.
 
     What is made once may stay, as what a layer has built.
     """
-    kinds = (torch.Tensor, *NUMBERS, *ARRAYS) if was_built else torch.Tensor
+    kinds = (torch.Tensor, *NUMBERS, *ARRAYS) if may_count else torch.Tensor
     if _is_one_of(old, kinds) and old is not value:
         return _differ(old, value)
     # What stands in the place of a container is compared with it.
