@@ -146,7 +146,10 @@ NO_SUM_OVER_SAMPLES = (
 REDUCED_LOSS = "the loss {loss!r}, whose values are not one per example"
 
 PAIRED = " of outputs that pair examples"
-DEPENDENT = ", whose value of one example depends on the others"
+DEPENDENT = (
+    ", whose value of one example depends on the others, on their number or on "
+    "its place among them"
+)
 ROWLESS = ", whose outputs have no axis but that of examples"
 OF_VALUES = ", which is several values"
 PAIRING_OUTPUTS = "the loss {loss!r}" + PAIRED

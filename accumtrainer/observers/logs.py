@@ -1,7 +1,6 @@
 """Numbers by name, fetched from the device when somebody looks."""
 
 import functools
-import heapq
 from collections.abc import Callable
 from typing import Any
 
@@ -158,10 +157,11 @@ def in_order_of_keras(
 ) -> dict[str, Any]:
     """Join the logs of an epoch in the order in which Keras tells them.
 
-    It sorts them all, but leaves the results of a metric with several together.
+    It sorts them all, but leaves the results of a metric with several together,
+    in the place that the metric's own name has.
 
     Args:
-        trained: the epoch's numbers by name, in order.
+        trained: the epoch's numbers by name, in order, and then those of ours.
         validated: those of its validation, `val_loss` and so on.
 
     Examples:
@@ -169,8 +169,16 @@ def in_order_of_keras(
         >>> list(logs)
         ['loss', 'val_loss', 'z_loss']
     """
+    names = list(trained)
+    first = min(validated, default="")
+    before = [
+        place
+        for place, name in enumerate(names, start=1)
+        if name < first and not is_of_windows(name)
+    ]
+    place = max(before, default=0)
+    names[place:place] = sorted(validated)
     logs = trained | validated
-    names = heapq.merge(trained, sorted(validated))
     return {name: logs[name] for name in names}
 
 

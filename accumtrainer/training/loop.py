@@ -195,7 +195,8 @@ class FitLoop:
         items, self._first_items = self._first_items, None
         if self._saved is not None or epoch is None:
             return None
-        self._start.follow_optimizer(self._engine)
+        is_trial = bool(self._options.fast_dev_run)
+        self._start.follow_optimizer(self._engine, is_trial=is_trial)
         self._first_epoch = epoch or self._first_epoch
         self._position = Position(epoch=self._first_epoch)
         if not self._source.orders_epochs:

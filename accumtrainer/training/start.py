@@ -70,13 +70,22 @@ class Start:
                 self.ending = Ending.of_state(snapshot.run["ending"], states)
         states.set(snapshot.callbacks)
 
-    def follow_optimizer(self, engine: Engine) -> None:
-        """Count updates on from where a callback has put the optimizer."""
+    def follow_optimizer(self, engine: Engine, *, is_trial: bool) -> None:
+        """Count updates on from where a callback has put the optimizer.
+
+        Args:
+            engine: counts them.
+            is_trial: whether to make as many as asked for from there, and not
+                from where the run began.
+        """
         moved = engine.lasting.iterations - self.iterations
         moved = max(moved, -engine.counting.progress.updates)
         engine.lasting.move_updates(moved)
         engine.counting.move_updates(moved)
         self.validated = engine.counting.progress
+        updates = self.validated.updates
+        if is_trial or updates < self.before.updates:
+            self.before.updates = updates
 
     def has_made(self, updates: float, engine: Engine) -> bool:
         """Whether so many updates have been made in the Trainer's life."""

@@ -1,6 +1,6 @@
 """The losses of `Model.compile`, measured output by output."""
 
-import inspect
+import sys
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -235,19 +235,19 @@ class _Measuring(keras.losses.Loss):
             parts = [type(code), getattr(code, "fn", type(code))]
         else:
             parts = [code]
-        return all(_package_of(part) == keras.__name__ for part in parts)
+        return all(map(_is_in_keras, parts))
 
 
-def _package_of(code: Any) -> str:
-    """Name the package in which a class or function was written.
+def _is_in_keras(code: Any) -> bool:
+    """Whether a class or function is what Keras has under its name.
 
-    The `__module__` of a function may be that of another one, which it wraps.
+    Functions may have the name of another one, which they wrap, and lambdas
+    that Keras has loaded are of its modules.
     """
-    if inspect.isfunction(code):
-        module = code.__globals__["__name__"]
-    else:
-        module = code.__module__
-    return str(module).partition(".")[0]
+    module = str(getattr(code, "__module__", None))
+    name = getattr(code, "__name__", "")
+    found = getattr(sys.modules.get(module), name, None)
+    return found is code and module.partition(".")[0] == keras.__name__
 
 
 def _check_alike(losses: list[WeightedLoss | BareLoss]) -> None:

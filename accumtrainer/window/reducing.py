@@ -85,15 +85,16 @@ def _differs(loss: Any, y_true: Nest, y_pred: Nest) -> bool:
                 [rows_like(y_true, digits), rows_like(y_pred, 9)]
                 for _ in range(4)
             )
-            one, other = _total(loss, a, b), _total(loss, c, d)
-            exchanged = _total(loss, a, d) + _total(loss, c, b)
-            together = _total(loss, a, b, c, d)
+            batches = [(a, b), (c, d), (a, d), (c, b), (a, b, c, d)]
+            totals = [_total(loss, *batch) for batch in batches]
+            one, other, third, fourth, together = totals
             difference = max(
-                abs(one + other - total) for total in (exchanged, together)
+                abs(one + other - total) for total in (third + fourth, together)
             )
-            size = max(abs(one), abs(other))
-            # Where it draws, it is another one again.
-            if difference > 1e-4 * size and one == _total(loss, a, b):
+            # Where it draws, they are others again.
+            if difference > 1e-4 * max(abs(one), abs(other)) and totals == [
+                _total(loss, *batch) for batch in batches
+            ]:
                 return True
     return False
 

@@ -172,6 +172,28 @@ def test_updates_are_counted_on_from_a_backup(
         assert history["updates"][-1] == restored + made
 
 
+@pytest.mark.parametrize("is_other", [False, True])
+@pytest.mark.parametrize("limit", ["max_updates", "fast_dev_run"])
+def test_limits_go_on_from_where_a_backup_goes_back_to(
+    limit, is_other, tmp_path
+):
+    def make_trainer():
+        sgd = keras.optimizers.SGD(0.05)
+        return Trainer(make_model(), optimizer=sgd, loss="mse", accumulation=4)
+
+    trainer = make_trainer()
+    backup = keras.callbacks.BackupAndRestore(tmp_path)
+    with pytest.raises(RuntimeError, match="power failure"):
+        fit(backup, FailBeforeThirdEpoch(), trainer=trainer)
+    restored = int(trainer.optimizer.iterations)
+    fit(trainer=trainer)
+    trainer = make_trainer() if is_other else trainer
+    # A run that another process began ends where it was to end.
+    more = restored + 2 if is_other and limit == "max_updates" else 2
+    fit(backup, trainer=trainer, **{limit: more})
+    assert trainer.progress.updates == restored + 2
+
+
 @pytest.mark.parametrize(
     "scaled",
     [

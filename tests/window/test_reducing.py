@@ -4,6 +4,7 @@ They say as little about what they were averaged over as a scalar does.
 """
 
 import functools
+import types
 
 import numpy as np
 import pytest
@@ -402,7 +403,16 @@ def by_largest_as_a_loss():
     return loss
 
 
+def loaded_by_keras():
+    """Make a lambda as Keras makes one of a file, in a module of its own."""
+    loss = by_size_of_batch
+    made = lambda y, p: loss(y, p)  # noqa: E731
+    names = keras.losses.mean_squared_error.__globals__
+    return types.FunctionType(made.__code__, names, closure=made.__closure__)
+
+
 MADE_OF_THE_BATCH = {
+    "a lambda that Keras has loaded": loaded_by_keras,
     "its size": lambda: by_size_of_batch,
     "places": lambda: by_place_in_batch,
     "a function that wraps Keras's": lambda: by_largest,
@@ -415,3 +425,23 @@ def test_values_made_of_the_batch_are_refused(name):
     trainer = make_trainer(MADE_OF_THE_BATCH[name]())
     with pytest.raises(ValueError, match="depends on the others"):
         trainer.fit(X, Y, batch_size=24, verbose=0)
+
+
+def test_losses_of_no_module_are_trained():
+    made = {"ops": ops, "__name__": None}
+    exec("def loss(y, p): return ops.square(y - p)", made)
+    del made["__name__"]
+    assert_exact(made["loss"])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_losses_that_draw_now_and_then_are_not_refused(seed):
+    drawn = keras.random.SeedGenerator(seed)
+
+    def now_and_then(y, p):
+        kept = keras.random.uniform(ops.shape(p), seed=drawn) > 0.03
+        return ops.square(y - p) * ops.cast(kept, p.dtype)
+
+    trainer = make_trainer(now_and_then)
+    trainer.fit(X, Y, batch_size=24, verbose=0)
+    assert trainer.progress.updates == 1
