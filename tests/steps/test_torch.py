@@ -297,6 +297,24 @@ class HandingOn(keras.optimizers.Optimizer):
         self.iterations.assign_add(1)
 
 
+class OfCopies(keras.optimizers.SGD):
+    """Has an optimizer of PyTorch for other tensors, and keys of two kinds."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.names = {1: "one", "two": 2}
+        copies = [v.value.detach().clone() for v in variables]
+        self.copies = torch.optim.Adam(copies)
+
+
+def test_optimizers_may_keep_one_of_torch_for_other_tensors():
+    model = make_model()
+    model.compile(OfCopies(0.1), "mse")
+    trainer = Trainer(model)
+    trainer.fit(X, X[:, :3], batch_size=12, verbose=0)
+    assert trainer.progress.updates == 2
+
+
 @pytest.mark.parametrize("run_eagerly", [False, True])
 @pytest.mark.parametrize("by_callback", [False, True])
 def test_optimizers_that_hand_gradients_to_torch_are_refused(

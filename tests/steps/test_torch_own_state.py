@@ -172,16 +172,18 @@ def add_to_first(kept):
     kept[0] += 1
 
 
-def add_to_key(kept):
-    kept["one"] = kept.get("one", 0) + 1
-
-
 def add_within(kept):
     kept["more"]["one"] += 1
 
 
-def add_an_item(kept):
-    kept.add(len(kept))
+def add_to_locked(kept):
+    kept.flags.writeable = True
+    kept[0] += 1
+    kept.flags.writeable = False
+
+
+def replace_oldest(kept):
+    kept[len(kept) + sum(kept)] = kept.popitem(last=False)[1] + 1
 
 
 ANYTHING = {
@@ -197,9 +199,13 @@ ANYTHING = {
         lambda kept: kept[0],
         add_to_first,
     ),
-    "set": (set, len, add_an_item),
+    "locked array": (lambda: np.zeros(1), lambda kept: kept[0], add_to_locked),
+    "ordered dict": (
+        lambda: collections.OrderedDict(enumerate([0.0, 1.0])),
+        lambda kept: next(iter(kept.values())),
+        replace_oldest,
+    ),
     "slot": (Slot, lambda kept: kept.sum, add_to_slot),
-    "new key": (dict, lambda kept: kept.get("one", 0), add_to_key),
     "dict in a dict": (
         lambda: {"more": {"one": 0}},
         lambda kept: kept["more"]["one"],
@@ -246,6 +252,53 @@ def test_layers_may_count_in_anything(kind, train):
 def test_layers_that_add_losses_are_recorded(monkeypatch):
     recorded = note_graphs(monkeypatch)
     by_trainer(make_model(layers.Dense(4, activity_regularizer="l2")))
+    assert len(recorded) == 1
+
+
+def note_length(kept, length):
+    kept.add(length)
+    return float(length)
+
+
+def number_of(kept, length):
+    return kept.setdefault(length, length**-0.5)
+
+
+def table_in_list(kept, length):
+    while len(kept) <= length:
+        kept.append(np.full([1], float(len(kept))))
+    return kept[length][0]
+
+
+CACHES = {
+    "set": (set, note_length),
+    "numbers": (dict, number_of),
+    "list of arrays": (list, table_in_list),
+}
+
+
+class Caching(layers.Layer):
+    """Keeps something for each length, which it finds there later."""
+
+    def __init__(self, make, look_up):
+        super().__init__()
+        self.kept, self.look_up = make(), look_up
+        self.longest = np.zeros(1)
+
+    def build(self, shape):
+        self.look_up(self.kept, 1)  # some other length
+
+    def call(self, x):
+        length = x.shape[-1]
+        if len(self.longest) < length:
+            self.longest = np.ones(length)
+        return x * self.look_up(self.kept, length) * self.longest[0]
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_layers_that_cache_are_recorded(kind, monkeypatch):
+    recorded = note_graphs(monkeypatch)
+    by_trainer(make_model(Caching(*CACHES[kind])))
     assert len(recorded) == 1
 
 

@@ -316,6 +316,35 @@ def test_places_without_a_row_are_refused(train, length):
         np.testing.assert_array_equal(one, other)
 
 
+class PassedOver(Table):
+    """Looks up what is not there, as nobody reads or minds it."""
+
+    def look_up(self, ids):
+        table = tf.reshape(tf.range(40.0), [10, 4])
+        tf.gather(table, [12])
+        rows = tf.shape(tf.gather(table, [12]))[0]
+        places = tf.reshape(ids, [-1, 1])
+        found = tf.gather_nd(table, places, bad_indices_policy="IGNORE")
+        found *= self.table[0] * tf.cast(rows, "float32")
+        return tf.reshape(found, [-1, 5, 4])
+
+
+@pytest.mark.parametrize("size", [2, 3], ids=["fused", "streamed"])
+def test_what_is_not_read_or_to_be_passed_over_is_not_refused(size):
+    models = []
+    for _ in range(2):
+        keras.utils.set_random_seed(0)
+        ids = keras.Input([5])
+        hidden = layers.GlobalAveragePooling1D()(PassedOver()(ids))
+        models.append(keras.Model(ids, layers.Dense(3)(hidden)))
+    data = changed(IDS, 10).astype("float32"), LABELS
+    by_trainer(models[0], *data, micro_batch_size=size)
+    models[1].compile("adam", cross_entropy(), jit_compile=False)
+    models[1].fit(*data, batch_size=8, verbose=0)
+    for one, other in zip(*(m.get_weights() for m in models), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
 def test_longer_sequences_may_have_places_without_a_row():
     trainer = Trainer(
         make_positional(None),

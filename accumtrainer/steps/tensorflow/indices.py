@@ -220,9 +220,11 @@ def lookups(operations: list[Any]) -> Iterator[Lookup]:
     """
     for operation in operations:
         position = POSITIONS.get(operation.type)
-        if position is None:
+        if position is None or _ignores(operation.node_def):
             continue
         indices = operation.inputs[position]
+        if not is_of_data(indices) and not _is_read(operation):
+            continue
         yield Lookup(
             name=operation.name,
             indices=indices,
@@ -232,11 +234,27 @@ def lookups(operations: list[Any]) -> Iterator[Lookup]:
         )
 
 
+def _ignores(node: Any) -> bool:
+    """Whether an operation was told to pass over indices outside."""
+    return node.attr["bad_indices_policy"].s == b"IGNORE"
+
+
+def _is_read(operation: Any) -> bool:
+    """Whether anything reads more than the size of what an operation returns.
+
+    TensorFlow leaves it out otherwise.
+    """
+    readers = [r for out in operation.outputs for r in out.consumers()]
+    return any(reader.type not in SIZES for reader in readers)
+
+
 def is_unseen_by_xla(operation: Any) -> bool:
     """Tell whether an operation refuses values of which XLA takes any."""
+    node = operation.node_def
+    if _ignores(node):
+        return True
     if operation.type not in UNSEEN:
         return False
-    node = operation.node_def
     values = [operation.inputs[position] for position in _unseen(node)]
     # Of numbers that are put together a slice refuses the single ones.
     if node.op == "StridedSlice" and values and values[0].op.type == "Pack":

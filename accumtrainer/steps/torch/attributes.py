@@ -126,7 +126,7 @@ def _containers_in(value: Any, depth: int = 3) -> Iterator[Any]:
 def _items(value: Any) -> dict:
     """Look at a container's items, also where Keras tracks who looks."""
     if isinstance(value, dict):
-        return dict(dict.items(value))
+        return dict(_kind_of(value).items(value))
     if isinstance(value, set):
         return {item: item for item in value}
     if isinstance(value, (list, collections.deque)):
@@ -143,7 +143,10 @@ def _is_replaced(old: Any, value: Any, items: Any, may_count: bool) -> bool:
     """
     kinds = (torch.Tensor, *NUMBERS, *ARRAYS) if may_count else torch.Tensor
     if _is_one_of(old, kinds) and old is not value:
-        return _differ(old, value)
+        # A longer table is made once for each length.
+        is_array = isinstance(old, np.ndarray)
+        is_made = is_array and np.shape(old) != np.shape(value)
+        return not is_made and _differ(old, value)
     # What stands in the place of a container is compared with it.
     now = [value, *(container for container, _ in items[1:])]
     return any(
@@ -157,9 +160,9 @@ def _are_changed(items: dict, container: Any, kinds: Any) -> bool:
     now = _items(container)
     for key in {**items, **now}:
         one, other = items.get(key, MISSING), now.get(key, MISSING)
-        # A dict may get a table for each shape, but no count.
-        is_made = isinstance(container, dict) and one is MISSING
-        if is_made and not _is_one_of(other, NUMBERS):
+        # For each shape there may be a table, or a number.
+        is_keyed = isinstance(container, (dict, set))
+        if one is MISSING and (is_keyed or isinstance(other, ARRAYS)):
             continue
         is_kind = _is_one_of(one, kinds) or _is_one_of(other, kinds)
         if is_kind and _differ(one, other):
@@ -198,8 +201,10 @@ def _refill(container: Any, items: dict) -> None:
     """Put the items back that were in a container."""
     # Keras's own lists and dicts would track what is put back anew.
     if isinstance(container, dict):
-        dict.clear(container)
-        dict.update(container, items)
+        kind = _kind_of(container)
+        kind.clear(container)
+        for key, item in items.items():
+            kind.__setitem__(container, key, item)
     elif isinstance(container, set):
         set.clear(container)
         set.update(container, items)
@@ -209,8 +214,26 @@ def _refill(container: Any, items: dict) -> None:
         container.clear()
         container.extend(items.values())
     elif items and _differ(container, items[ALL]):
-        is_array = isinstance(container, np.ndarray)
-        container[... if is_array else slice(None)] = items[ALL]
+        _overwrite(container, items[ALL])
+
+
+def _overwrite(container: Any, numbers: Any) -> None:
+    """Put numbers back into an array, also where it is locked by now."""
+    if not isinstance(container, np.ndarray):
+        container[:] = numbers
+        return
+    is_locked = not container.flags.writeable
+    if is_locked:
+        container.flags.writeable = True
+    container[...] = numbers
+    if is_locked:
+        container.flags.writeable = False
+
+
+def _kind_of(container: dict) -> Any:
+    """Return the class by which a dict is read and written behind Keras."""
+    is_ordered = isinstance(container, collections.OrderedDict)
+    return collections.OrderedDict if is_ordered else dict
 
 
 def _set_attribute(owner: type, name: str, value: Any) -> None:

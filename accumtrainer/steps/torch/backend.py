@@ -214,8 +214,7 @@ class TorchBackend(Backend):
 
     def _begin(self, variables: Sequence[Variable]) -> None:
         """Get variables ready that a program has not used before."""
-        model = self._model or self._modules.model
-        refuse_optimizers_of_torch(getattr(model, "optimizer", None))
+        refuse_optimizers_of_torch(self._model or self._modules.model)
         self.replicas.begin_alike(variables)
         show_parameters(self._modules.model)
         # What a module keeps for itself stays where the module finds it.

@@ -6,6 +6,8 @@ item. What is recorded would keep the item of one step.
 
 import collections
 import contextlib
+import copy
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -32,6 +34,17 @@ class Again:
 
     def __iter__(self) -> "Again":
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)  # `send` and others of a generator
+
+    def __length_hint__(self) -> int:
+        return len(self._ahead) + operator.length_hint(self.source)
+
+    def __copy__(self) -> "Again":
+        other = Again(copy.copy(self.source))
+        other._ahead.extend(self._ahead)
+        return other
 
     def __next__(self) -> Any:
         self._was_asked = True
