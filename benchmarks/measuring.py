@@ -108,8 +108,10 @@ def measure(
         }
     for timing in timings.values():
         warm_up(timing, round_secs, cell.most_updates)
-    for _ in range(rounds):
-        for timing in timings.values():
+    in_turn = list(timings.values())
+    for turn in range(rounds):
+        first = turn % len(in_turn)
+        for timing in in_turn[first:] + in_turn[:first]:
             timing.rounds.append(
                 seconds_per_update(timing.runner, timing.updates)
             )
