@@ -185,24 +185,54 @@ def test_what_a_layer_counts_in_anything_counts_on_in_every_step(step):
     np.testing.assert_allclose(losses(Trainer), expected, rtol=1e-5)
 
 
-class Caching(keras.layers.Layer):
-    """Keeps what it has made for a shape."""
+def table_in_dict(kept, shape):
+    if shape not in kept:
+        kept[shape] = {"table": np.full(shape[1:], 2.0, "float32")}
+    return float(kept[shape]["table"].ravel()[0])
 
-    def __init__(self):
+
+def table_in_list(kept, shape):
+    while len(kept) <= shape[0]:
+        kept.append(np.full([1], float(len(kept))))
+    return kept[shape[0]][0]
+
+
+def number_in_dict(kept, shape):
+    return kept.setdefault(shape, shape[-1] ** -0.5)
+
+
+def name_in_set(kept, shape):
+    kept.add(shape)
+    return 2.0
+
+
+CACHES = {
+    "table in a dict": (dict, table_in_dict),
+    "table in a list": (list, table_in_list),
+    "number in a dict": (dict, number_in_dict),
+    "name in a set": (set, name_in_set),
+}
+
+
+class Caching(keras.layers.Layer):
+    """Keeps what it has made for a shape, and the longest table."""
+
+    def __init__(self, make, look_up):
         super().__init__()
-        self.made = {}
+        self.made, self.look_up = make(), look_up
+        self.longest = np.zeros(1)
 
     def call(self, x):
-        shape = tuple(x.shape)
-        if shape not in self.made:
-            self.made[shape] = {"table": np.full(shape[1:], 2.0, "float32")}
-        return x * float(self.made[shape]["table"].ravel()[0])
+        if len(self.longest) < len(x):
+            self.longest = np.ones(len(x), "float32")
+        return x * self.look_up(self.made, tuple(x.shape)) * self.longest[0]
 
 
-def test_what_is_made_once_for_each_shape_is_recorded(monkeypatch):
-    trainer = Trainer(make_model(Caching()))
+@pytest.mark.parametrize("kind", CACHES)
+def test_what_is_made_once_for_each_shape_is_recorded(kind, monkeypatch):
+    trainer = Trainer(make_model(Caching(*CACHES[kind])))
     graphs = note_graphs(monkeypatch)
-    trainer.train_on_batch(X[:4], Y[:4])
-    one = len(graphs)
     trainer.train_on_batch(X[:3], Y[:3])
+    one = len(graphs)
+    trainer.train_on_batch(X[:4], Y[:4])
     assert 0 < one < len(graphs)

@@ -255,53 +255,6 @@ def test_layers_that_add_losses_are_recorded(monkeypatch):
     assert len(recorded) == 1
 
 
-def note_length(kept, length):
-    kept.add(length)
-    return float(length)
-
-
-def number_of(kept, length):
-    return kept.setdefault(length, length**-0.5)
-
-
-def table_in_list(kept, length):
-    while len(kept) <= length:
-        kept.append(np.full([1], float(len(kept))))
-    return kept[length][0]
-
-
-CACHES = {
-    "set": (set, note_length),
-    "numbers": (dict, number_of),
-    "list of arrays": (list, table_in_list),
-}
-
-
-class Caching(layers.Layer):
-    """Keeps something for each length, which it finds there later."""
-
-    def __init__(self, make, look_up):
-        super().__init__()
-        self.kept, self.look_up = make(), look_up
-        self.longest = np.zeros(1)
-
-    def build(self, shape):
-        self.look_up(self.kept, 1)  # some other length
-
-    def call(self, x):
-        length = x.shape[-1]
-        if len(self.longest) < length:
-            self.longest = np.ones(length)
-        return x * self.look_up(self.kept, length) * self.longest[0]
-
-
-@pytest.mark.parametrize("kind", CACHES)
-def test_layers_that_cache_are_recorded(kind, monkeypatch):
-    recorded = note_graphs(monkeypatch)
-    by_trainer(make_model(Caching(*CACHES[kind])))
-    assert len(recorded) == 1
-
-
 class OfClass(AsNumber):
     """Begins with what its class says."""
 
