@@ -69,10 +69,10 @@ turns, round by round, on the same data from the same weights. The columns:
   as ours, elsewhere not with these.
 - **Accelerate**, **loop**, **Keras in a loop**: on torch also Accelerate's, and
   those of a plain loop with PyTorch's own loss and optimizer: over the same
-  model written in PyTorch, and over the Keras model. All on torch have a
-  process each, with one thread or PyTorch's default, whichever is faster for
-  them. The second number of two is that of ours with `jit_compile=True`, which
-  is `torch.compile`; it is not the default, as its first update takes up to a
+  model written in PyTorch, and over the Keras model. All on torch run with one
+  thread or with PyTorch's default, whichever is faster for them. The second
+  number of two is that of ours with `jit_compile=True`, which is
+  `torch.compile`; it is not the default, as its first update takes up to a
   hundred seconds.
 - **first update**: seconds from a model to its first update, compilation
   included, ours / Keras's as it compiles by default.
