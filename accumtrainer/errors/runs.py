@@ -7,6 +7,12 @@ REPLICA_OF_PROCESSES = (
     "large, or a mesh that splits batches by process before anything else."
 )
 
+NOT_A_WINDOW = (
+    "window must be a Window that was run, such as trainer.last_window. "
+    "Received: a {received.__name__}. Train on the data to look at by "
+    "train_on_batch, and call inspect() then."
+)
+
 INSPECTION_OF_PROCESSES = (
     "inspect must be called where one process trains. Received: a Trainer in "
     "{processes} processes. Save a checkpoint, restore it in one process, and "

@@ -135,6 +135,7 @@ class Answers(Hooks):
 
         Raises:
             RuntimeError: there has been no window.
+            TypeError: it is something else.
         """
         window = self.last_window if window is None else window
         if window is None:
@@ -142,6 +143,8 @@ class Answers(Hooks):
                 "inspect must come after a window has run. Received: a "
                 "Trainer that has not trained. Call fit first."
             )
+        if not isinstance(window, Window):
+            raise TypeError(errors.NOT_A_WINDOW.format(received=type(window)))
         return self._engine.inspect(window)
 
     def is_due(self, every: Every, since: Progress) -> bool:

@@ -5,6 +5,7 @@ import contextlib
 import numpy as np
 import pytest
 from quickest import RUN_EAGERLY
+from refusals import assert_refused
 
 from accumtrainer import Batch, LossScale, Trainer, WeightedLoss
 from accumtrainer.callbacks import NaNLocator
@@ -215,6 +216,12 @@ def test_window_can_be_inspected_after_the_state_before_it_was_restored(
     inspect_first(trainer, x=bad(X, 0))
     trainer.restore(tmp_path / "begun")
     assert trainer.inspect().first is not None
+
+
+def test_data_in_place_of_a_window_are_refused():
+    assert_refused(
+        lambda: make_trainer().inspect((X, Y)), TypeError, "window", "a tuple"
+    )
 
 
 def test_loss_scale_that_is_too_high_is_told_from_an_error():
