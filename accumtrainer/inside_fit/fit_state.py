@@ -4,14 +4,17 @@ On TensorFlow it stays in the variables. On JAX `fit` takes the arrays out of
 the variables of model, optimizer and metrics when an epoch begins, and hands
 them from call to call: a train function is given them for good and returns the
 new ones. A callback that asks for the model has `fit` put them back first, and
-`fit` takes them out again before the next call.
+`fit` takes them out again before the next call. It knows nothing of other
+variables that a window changes or reads, such as the random state of a layer
+outside of the model: they are current between calls.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from accumtrainer.keras_api.types import Model, Tensor, Variable
-from accumtrainer.steps.backend import Backend, HasVariables
+from accumtrainer.steps.backend import Backend
+from accumtrainer.window.variables import WindowVariables
 
 
 class FitState:
@@ -37,7 +40,7 @@ class FitState:
         """
         return run
 
-    def settle(self, variables: HasVariables) -> None:
+    def settle(self, variables: WindowVariables) -> None:
         """Let a program's variables go on from what `fit` has handed over."""
         del variables
         # A callback may have changed any of them.
@@ -78,7 +81,9 @@ class HandedState:
             # One that is not the last returned was read from the variables.
             if state is not self._state:
                 self._receive(state)
-            return run(iterator), self._state
+            logs = run(iterator)
+            self._holder.write_shared()
+            return logs, self._state
 
         return train
 
@@ -98,12 +103,21 @@ class HandedState:
             self._received[id(variable)] = array
             variable.assign(array)
 
-    def settle(self, variables: HasVariables) -> None:
+    def settle(self, variables: WindowVariables) -> None:
         """See `FitState`."""
-        if self._is_settled:
-            return
+        if not self._is_settled:
+            self._settle(variables)
+        # A callback may have changed them.
+        self._holder.share(self._shared)
+
+    def _settle(self, variables: WindowVariables) -> None:
         self._holder = self._backend.hold(variables, self._received)
         places = {id(v): i for i, v in enumerate(self._holder.variables)}
+        seen = set(map(id, variables.seen_outside))
+        self._beside = seen.difference(map(id, self._variables))
+        self._shared = [
+            i for known, i in places.items() if known in self._beside
+        ]
         found = iter([places.get(id(v)) for v in self._variables])
         self._state = tuple(
             _Held(self._holder, [(next(found), array) for array in group])
@@ -115,6 +129,7 @@ class HandedState:
         """See `FitState`."""
         if self._is_settled:
             state = self._state
+            self._holder.write_shared()
             self.leave()
             self._receive(state)
 
@@ -124,7 +139,8 @@ class HandedState:
             if self._is_settled:
                 for group in self._state:
                     group.keep()
-            self._backend.release(self._holder, set(map(id, self._variables)))
+            known = self._beside.union(map(id, self._variables))
+            self._backend.release(self._holder, known)
         self._state = self._holder = None
         self._is_settled = False
 

@@ -287,7 +287,9 @@ class Backend(WindowBackend):
             arrays: by the id of their variable.
 
         Returns:
-            Holder, whose `arrays` belong to its `variables`.
+            Holder, whose `arrays` belong to its `variables`. By positions
+            among them its `share` reads some afresh, and leaves them what they
+            have; its `write_shared` makes these current.
         """
         raise AssertionError(f"{self.name} keeps state: {program}, {arrays}")
 

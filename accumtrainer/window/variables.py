@@ -197,6 +197,13 @@ class WindowVariables:
         }
 
     @property
+    def seen_outside(self) -> list[Variable]:
+        """What others than windows know, and may look at or assign to."""
+        parts = self.parts | {"state": [], "means": []}
+        known = (v for part in parts.values() for v in part)
+        return unique([*known, *self.captured])
+
+    @property
     def passing(self) -> list[Variable]:
         """What is empty between windows, or written when one begins.
 

@@ -194,6 +194,7 @@ class Holder:
         self._program = program
         self.replicas = replicas
         self._elsewhere: set[int] = set()
+        self._shared: dict[int, Tensor] = {}
         self.variables: list[Variable] = []
         self.arrays: Any = None  # a list, until they are written back
 
@@ -234,6 +235,25 @@ class Holder:
             if id(variable) in arrays:
                 self.arrays[position] = arrays[id(variable)]
                 self._elsewhere.discard(position)
+
+    def share(self, positions: Iterable[int]) -> None:
+        """Read some variables afresh, whose arrays are left to them.
+
+        As it is kept here what is theirs, `donate` copies it.
+        """
+        self._shared = {
+            position: self.replicas.copy(_read(self.variables[position]))
+            for position in positions
+        }
+        for position, array in self._shared.items():
+            self.arrays[position] = array
+        self._elsewhere.update(self._shared)
+
+    def write_shared(self) -> None:
+        """Make those variables current, and go on holding all arrays."""
+        for position, array in self._shared.items():
+            if self.arrays[position] is not array:
+                self.variables[position].assign(self.arrays[position])
 
     def write_back(self, without: Collection[int] = ()) -> None:
         """Put the arrays into the variables, without a copy.
