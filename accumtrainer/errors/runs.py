@@ -58,6 +58,13 @@ MANY_SHAPES = (
     "of k where it changes. This is said once."
 )
 
+SMALLER_MICRO_BATCH = (
+    "Samples of the micro-batch that provoked this: {few}; of the largest in "
+    "the same update, which did not: {many}. The last micro-batch of a batch "
+    "is smaller where micro_batch_size does not divide it, and so is the last "
+    "batch of data that their batch size does not divide."
+)
+
 MANY_CHANGES = (
     "What layers, losses, optimizers and hooks are made of should stay from "
     "window to window, because PyTorch's windows are recorded, and where it "

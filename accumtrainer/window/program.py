@@ -38,7 +38,14 @@ import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-from accumtrainer.data.batches import Batch, kind_of, leaves, map_leaves
+from accumtrainer import errors
+from accumtrainer.data.batches import (
+    Batch,
+    count_samples,
+    kind_of,
+    leaves,
+    map_leaves,
+)
 from accumtrainer.keras_api import ops
 from accumtrainer.keras_api.rebuild import build
 from accumtrainer.keras_api.types import Nest, Tensor
@@ -172,13 +179,20 @@ class WindowProgram:
             batches: arrays, the micro-batches that were run.
 
         Returns:
-            The same with a short trace, or what was given.
+            The same with a short trace, or what was given. What a micro-batch
+            provokes that is smaller than others says so in a note.
         """
         by_shapes = {str([x.shape for x in leaves(b)]): b for b in batches}
-        for batch in by_shapes.values():
+        # The largest first: of what a smaller one alone provokes, that is told.
+        tried = sorted(by_shapes.values(), key=count_samples, reverse=True)
+        for batch in tried:
             try:
                 take_survey(self._parts, self.passes, batch)
             except type(error) as found:
+                few, many = count_samples(batch), count_samples(tried[0])
+                if few < many:
+                    note = errors.SMALLER_MICRO_BATCH
+                    found.add_note(note.format(few=few, many=many))
                 within = found.__traceback__ and found.__traceback__.tb_next
                 return found.with_traceback(within)
             except Exception:

@@ -43,6 +43,27 @@ def test_a_ragged_last_batch_weighs_what_it_holds():
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "accumulation, batch_size",
+    [(Accumulation(micro_batch_size=5), 12), (Accumulation(steps=3), 5)],
+)
+def test_error_that_only_a_smaller_micro_batch_provokes_says_so(
+    accumulation, batch_size
+):
+    def fails_on_two(y, outputs):
+        if outputs.shape[0] == 2:
+            raise ValueError("on purpose")
+        return ops.mean((y - outputs) ** 2)
+
+    trainer = make_trainer(
+        accumulation=accumulation, loss=fails_on_two, denominator="samples"
+    )
+    with pytest.raises(ValueError, match="on purpose") as error:
+        trainer.fit(X, Y, batch_size=batch_size, verbose=0)
+    note = error.value.__notes__[-1]
+    assert "provoked this: 2;" in note and "did not: 5." in note
+
+
 @pytest.mark.parametrize("tail", ["flush", "carry"])
 def test_an_epoch_shorter_than_a_window_loses_nothing(tail):
     trainer = make_trainer(accumulation=Accumulation(steps=5, tail=tail))
