@@ -188,6 +188,7 @@ class Passes:
                 )
             self.objective.check(measured.losses)
             total = self._balanced(measured, share)
+            logs = logs_before | logs
             summary = summary_of(measured, share.weighing, logs)
             if self._parts.per_example:
                 summary |= to_be_judged(batch, measured.outputs)
@@ -206,7 +207,7 @@ class Passes:
         weight = summary["gradient_weight"]
         with collect_logs(self._hooks) as logs:
             gradients, norm = self._weigh(gradients, weight, share, info)
-        summary["logs"] = logs_before | summary["logs"] | logs
+        summary["logs"] |= logs
         return Passed(summary, gradients, norm)
 
     def _run_examples(self, batch: Batch, share: Share, info: Info) -> Passed:

@@ -193,6 +193,17 @@ class Reversed(Table):
         return tf.reverse_sequence(looked_up, lengths, seq_axis=1)
 
 
+class InGradient(Table):
+    def look_up(self, ids):
+        rows = ops.take(self.table, ids, axis=0)
+
+        @tf.custom_gradient
+        def read_backwards(x):
+            return x, lambda gradient: gradient * rows
+
+        return read_backwards(tf.ones_like(rows) * self.table[0])
+
+
 class Cell(Table):
     state_size = 4
 
@@ -217,6 +228,7 @@ class Cell(Table):
         Single,
         Slice,
         Reversed,
+        InGradient,
         lambda: layers.RNN(Cell(), return_sequences=True),
         lambda: layers.TimeDistributed(layers.Embedding(10, 4)),
     ],
@@ -232,6 +244,7 @@ class Cell(Table):
         "single",
         "slice",
         "reversed",
+        "in a gradient",
         "cell",
         "distributed",
     ],
@@ -316,26 +329,57 @@ def test_places_without_a_row_are_refused(train, length):
         np.testing.assert_array_equal(one, other)
 
 
+def size_alone(table, ids):
+    rows = tf.shape(tf.gather(tf.reshape(tf.range(40.0), [10, 4]), [12]))[0]
+    columns = tf.shape(tf.expand_dims(tf.gather(table, [12, 13]), 0))[1]
+    return tf.ones_like(ids, "float32")[..., None] * tf.cast(
+        rows + columns, "float32"
+    )
+
+
+def passed_over(table, ids):
+    rows = tf.reshape(tf.range(40.0), [10, 4])
+    places = tf.reshape(ids, [-1, 1])
+    found = tf.gather_nd(rows, places, bad_indices_policy="IGNORE")
+    return tf.reshape(found, [-1, 5, 4])
+
+
+def dropped_rows(table, ids):
+    ops.take(table, ops.arange(7, 7 + ops.shape(ids)[1]), axis=0) * 2.0 + 1.0
+    return tf.ones_like(ids, "float32")[..., None]
+
+
+def dropped_ids(table, ids):
+    ops.take(table, ops.take(ops.arange(10), ids), axis=0) * 1.0
+    return tf.ones_like(ids, "float32")[..., None]
+
+
 class PassedOver(Table):
     """Looks up what is not there, as nobody reads or minds it."""
 
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
     def look_up(self, ids):
-        table = tf.reshape(tf.range(40.0), [10, 4])
-        tf.gather(table, [12])
-        rows = tf.shape(tf.gather(table, [12]))[0]
-        places = tf.reshape(ids, [-1, 1])
-        found = tf.gather_nd(table, places, bad_indices_policy="IGNORE")
-        found *= self.table[0] * tf.cast(rows, "float32")
-        return tf.reshape(found, [-1, 5, 4])
+        found = self.function(tf.convert_to_tensor(self.table), ids)
+        # Nobody reads the second output.
+        return found * self.table[0], ops.take(self.table, ids + 9, axis=0)
 
 
-@pytest.mark.parametrize("size", [2, 3], ids=["fused", "streamed"])
-def test_what_is_not_read_or_to_be_passed_over_is_not_refused(size):
+@pytest.mark.parametrize(
+    "size", [2, 3, 8], ids=["fused", "streamed", "one micro-batch"]
+)
+@pytest.mark.parametrize(
+    "function", [size_alone, passed_over, dropped_rows, dropped_ids]
+)
+def test_what_is_not_read_or_to_be_passed_over_is_not_refused(function, size):
     models = []
     for _ in range(2):
         keras.utils.set_random_seed(0)
         ids = keras.Input([5])
-        hidden = layers.GlobalAveragePooling1D()(PassedOver()(ids))
+        found, _ = PassedOver(function)(ids)
+        hidden = layers.GlobalAveragePooling1D()(found)
         models.append(keras.Model(ids, layers.Dense(3)(hidden)))
     data = changed(IDS, 10).astype("float32"), LABELS
     by_trainer(models[0], *data, micro_batch_size=size)
@@ -343,6 +387,42 @@ def test_what_is_not_read_or_to_be_passed_over_is_not_refused(size):
     models[1].fit(*data, batch_size=8, verbose=0)
     for one, other in zip(*(m.get_weights() for m in models), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+class Logging(Trainer):
+    """Looks up what is logged and nothing else."""
+
+    def on_micro_batch(self, batch, info):
+        self.log("found", ops.mean(ops.take(ops.arange(9.0), batch.x)))
+        return batch
+
+
+class Keeping(Trainer):
+    """Looks up what a later hook reads."""
+
+    def compute_loss(self, batch, info):
+        self.kept = ops.mean(ops.take(ops.arange(9.0), batch.x))
+        return super().compute_loss(batch, info)
+
+    def on_accumulate(self, gradients, info):
+        return [gradient * self.kept for gradient in gradients]
+
+
+@pytest.mark.parametrize("size", [2, 3, 8], ids=["fused", "streamed", "whole"])
+@pytest.mark.parametrize("kind", [Logging, Keeping])
+def test_what_hooks_read_later_is_refused(kind, size):
+    model = make_model()
+    trainer = kind(
+        model,
+        optimizer="adam",
+        loss=cross_entropy(),
+        accumulation=Accumulation(micro_batch_size=size),
+    )
+    before = model.get_weights()
+    with pytest.raises((DataError, tf.errors.InvalidArgumentError)):
+        trainer.fit(IDS, LABELS, batch_size=8, verbose=0)
+    for one, other in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_longer_sequences_may_have_places_without_a_row():

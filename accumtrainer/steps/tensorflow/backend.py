@@ -131,7 +131,12 @@ class TensorFlowBackend(Backend):
         def traced(uses_xla: bool, *arguments: Nest) -> Nest:
             self.replicas.jit_compile = uses_xla
             self._is_for_xla = uses_xla and not is_outside
-            return function(*arguments)
+            try:
+                result = function(*arguments)
+                self._indices.confirm(result)
+            finally:
+                self._indices.forget_unread()
+            return result
 
         return Compiled(
             traced,
@@ -194,8 +199,9 @@ class TensorFlowBackend(Backend):
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(values)
             total, nest = objective(*tensors)
-        self._look_at_indices()
+        operations = self._upcoming()
         gradients = tape.gradient(total, values)
+        self._look_at_indices(operations, (total, nest, gradients))
         return nest, [
             g
             if g is None or (keeps_rows and g.dtype == tf.float32)
@@ -203,16 +209,24 @@ class TensorFlowBackend(Backend):
             for g in gradients
         ]
 
-    def _look_at_indices(self) -> None:
+    def _upcoming(self) -> list[Any]:
+        """List the operations whose indices are to be looked at."""
         if not self.replicas.jit_compile or self.has_accelerator():
+            return []
+        return self._indices.upcoming(tf.constant(0).graph)
+
+    def _look_at_indices(self, operations: list[Any], results: Nest) -> None:
+        if not operations:
             return
-        graph = tf.constant(0).graph
-        if self._found_in_row is None:
-            self._indices.look_at(graph, can_keep=self._is_for_xla)
-            return
-        number = self._indices.find(graph, can_keep=self._is_for_xla)
+        number = self._indices.find(
+            operations, results, can_keep=self._is_for_xla
+        )
         if number is not None:
-            self._found_in_row.append(number)
+            if self._found_in_row is None:
+                self._indices.note(number)
+            else:
+                self._found_in_row.append(number)
+        self._indices.pass_over(operations[0].graph)
 
     def accepts(self, is_finite: Tensor) -> Tensor:
         return (
@@ -373,9 +387,13 @@ class TensorFlowBackend(Backend):
     def map(self, function: Callable[[Nest], Nest], stacked: Nest) -> Nest:
         def run(item: Nest) -> tuple[Nest, list[Tensor]]:
             self._found_in_row = []
-            return function(item), self._found_in_row
+            result = function(item), self._found_in_row
+            # What is made of this for all rows at once has other names.
+            self._indices.confirm(result)
+            return result
 
-        self._look_at_indices()
+        operations = self._upcoming()
+        self._look_at_indices(operations, [o.outputs for o in operations])
         try:
             result, numbers = map_rows(run, stacked)
         finally:

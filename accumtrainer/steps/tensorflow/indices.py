@@ -15,7 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from accumtrainer import errors
-from accumtrainer.keras_api.types import Tensor
+from accumtrainer.keras_api import tree
+from accumtrainer.keras_api.types import Nest, Tensor
 
 POSITIONS = {
     "GatherV2": 1,
@@ -78,6 +79,14 @@ OF_INTEGERS = ("Div", "FloorDiv", "FloorMod", "Mod", "Pow")
 
 SIZES = ("Rank", "Shape", "ShapeN", "Size", "VariableShape")
 """Operations of which data decide nothing."""
+
+READS = (
+    "ReadVariableOp",
+    "ResourceGather",
+    "ResourceGatherNd",
+    "VariableShape",
+)
+"""Operations that read variables, and change nothing."""
 
 SINGLE = "shrink_axis_mask"
 """The axes on which a slice takes a single number, bit by bit."""
@@ -145,38 +154,49 @@ class Indices:
         self._outside = tf.Variable(0, trainable=False, name="outside")
         # How many operations of a graph have been looked at.
         self._looked_at: Any = weakref.WeakKeyDictionary()
+        # Graphs, and the names of operations that nobody read in them.
+        self._unread: list[tuple[Any, set[str]]] = []
 
-    def look_at(self, graph: Any, *, can_keep: bool) -> None:
-        """Have a graph that is being traced look at its indices."""
-        number = self.find(graph, can_keep=can_keep)
-        if number is not None:
-            self.note(number)
-        self.pass_over(graph)
+    def upcoming(self, graph: Any) -> list[Any]:
+        """List the operations of a graph that have not been looked at.
+
+        Where they cannot be, XLA is left.
+
+        Args:
+            graph: `tf.Graph` that is being traced; all of it runs under XLA.
+        """
+        operations = graph.get_operations()[self._looked_at.get(graph, 0) :]
+        is_unseen = any(map(is_unseen_by_xla, operations))
+        if is_unseen or calls_indexing(graph, operations):
+            self._leave_xla()
+        return operations
 
     def note(self, number: Tensor) -> None:
         """Keep the number of an operation, 0 for none."""
         self._outside.assign(tf.maximum(self._outside.read_value(), number))
 
-    def find(self, graph: Any, *, can_keep: bool) -> Tensor | None:
-        """Find the operation of a graph that was given an index outside.
+    def find(
+        self, operations: list[Any], results: Nest, *, can_keep: bool
+    ) -> Tensor | None:
+        """Find the operation that was given an index outside.
 
         Args:
-            graph: `tf.Graph`; all of it runs under XLA.
+            operations: at least one, as `upcoming` has listed them.
+            results: tensors, what is read of them and of what came after.
             can_keep: whether what is found can be noted.
 
         Returns:
             Its number, scalar int32, 0 for none; `None` where none indexes.
         """
-        operations = graph.get_operations()[self._looked_at.get(graph, 0) :]
-        found = [o for o in lookups(operations) if not o.is_inside]
-        is_unseen = any(map(is_unseen_by_xla, operations))
-        if (
-            is_unseen
-            or calls_indexing(graph, operations)
-            or (any(o.is_of_data for o in found) and not can_keep)
-        ):
+        graph = operations[0].graph
+        outside = [o for o in lookups(operations) if not o.is_inside]
+        read = read_in(graph, results)
+        found = [lookup for lookup in outside if lookup.name in read]
+        unread = {lookup.name for lookup in outside} - read
+        if unread:
+            self._unread.append((graph, unread))
+        if any(lookup.is_of_data for lookup in found) and not can_keep:
             self._leave_xla()
-        self.pass_over(graph)
         if not (found and can_keep):
             return None
         first = len(self._operations) + 1
@@ -185,8 +205,23 @@ class Indices:
             tf.where(lookup.is_outside(), first + position, 0)
             for position, lookup in enumerate(found)
         ]
-        self.pass_over(graph)
         return functools.reduce(tf.maximum, numbers)
+
+    def confirm(self, results: Nest) -> None:
+        """Leave XLA if what nobody read has been read since.
+
+        A hook may have kept it for a later one.
+
+        Args:
+            results: tensors, what a traced function returns.
+        """
+        for graph, unread in self._unread:
+            if unread & read_in(graph, [graph.outputs, results]):
+                self._leave_xla()
+
+    def forget_unread(self) -> None:
+        """Leave out of `confirm` what has been traced by now."""
+        self._unread.clear()
 
     def pass_over(self, graph: Any) -> None:
         """Leave out what a graph holds by now."""
@@ -223,8 +258,6 @@ def lookups(operations: list[Any]) -> Iterator[Lookup]:
         if position is None or _ignores(operation.node_def):
             continue
         indices = operation.inputs[position]
-        if not is_of_data(indices) and not _is_read(operation):
-            continue
         yield Lookup(
             name=operation.name,
             indices=indices,
@@ -239,13 +272,38 @@ def _ignores(node: Any) -> bool:
     return node.attr["bad_indices_policy"].s == b"IGNORE"
 
 
-def _is_read(operation: Any) -> bool:
-    """Whether anything reads more than the size of what an operation returns.
+def read_in(graph: Any, results: Nest) -> set[str]:
+    """Name the operations of a graph that somebody reads.
 
-    TensorFlow leaves it out otherwise.
+    TensorFlow leaves out the others, and those of which no more is read than
+    the size.
+
+    Args:
+        graph: `tf.Graph`, without the functions that it calls.
+        results: tensors, what is read of it.
     """
-    readers = [r for out in operation.outputs for r in out.consumers()]
-    return any(reader.type not in SIZES for reader in readers)
+    leaves = tf.nest.flatten(tree.flatten(results), expand_composites=True)
+    waiting = [
+        leaf.op
+        for leaf in leaves
+        if tf.is_symbolic_tensor(leaf) and leaf.graph is graph
+    ]
+    waiting += filter(_has_effect, graph.get_operations())
+    read: set[str] = set()
+    while waiting:
+        operation = waiting.pop()
+        if operation.name in read:
+            continue
+        read.add(operation.name)
+        waiting += operation.control_inputs
+        if operation.type not in SIZES:
+            waiting += [tensor.op for tensor in operation.inputs]
+    return read
+
+
+def _has_effect(operation: Any) -> bool:
+    """Whether an operation does more than to return something."""
+    return operation.op_def.is_stateful and operation.type not in READS
 
 
 def is_unseen_by_xla(operation: Any) -> bool:
