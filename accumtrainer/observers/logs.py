@@ -171,10 +171,12 @@ def in_order_of_keras(
     """
     names = list(trained)
     first = min(validated, default="")
+    # A metric may be named like a number of ours, and is validated then.
     before = [
         place
         for place, name in enumerate(names, start=1)
-        if name < first and not is_of_windows(name)
+        if name < first
+        and (not is_of_windows(name) or f"val_{name}" in validated)
     ]
     place = max(before, default=0)
     names[place:place] = sorted(validated)

@@ -91,3 +91,20 @@ def test_an_epoch_has_its_numbers_in_the_order_of_keras():
     found = history_of(lambda model: Trainer(model, accumulation=TWO).fit)
     assert [name for name in found if name in expected] == list(expected)
     assert list(expected).index("val_loss") < list(expected).index("z_loss")
+
+
+@pytest.mark.parametrize("last", ["zz", "mae"])
+def test_metrics_named_like_numbers_of_ours_keep_the_order_of_keras(last):
+    def history_of(make_fit):
+        model = make_model()
+        named = [
+            keras.metrics.MeanAbsoluteError(name=name)
+            for name in ("learning_rate", "updates", last)
+        ]
+        model.compile("sgd", "mse", metrics=named, run_eagerly=RUN_EAGERLY)
+        fit = make_fit(model)
+        return fit(X, Y, 8, validation_data=(X, Y), verbose=0).history
+
+    expected = history_of(lambda model: model.fit)
+    found = history_of(lambda model: Trainer(model, accumulation=TWO).fit)
+    assert [name for name in found if name in expected] == list(expected)
