@@ -26,6 +26,9 @@ IS_JAX = keras.backend.backend() == "jax"
 ACTIVITY_LOSSES_ARE_MEANS = True
 """Whether activity regularizers are divided by the batch size."""
 
+device = keras.device
+"""Makes a scope in which tensors are put on a device, such as `"cpu"`."""
+
 
 def keras_mask(tensor: Tensor) -> Tensor | None:
     """Return the mask Keras attached to a tensor, or `None`.

@@ -101,6 +101,15 @@ tree = SimpleNamespace(
 """The functions of `keras.tree` that the package uses."""
 
 
+def device(name: str) -> contextlib.AbstractContextManager[None]:
+    """Make a scope like `keras.device`, which Keras Core lacks: of no effect.
+
+    Args:
+        name: device that tensors would be put on.
+    """
+    return contextlib.nullcontext()
+
+
 # Masks.
 
 

@@ -10,11 +10,12 @@ import copy
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from accumtrainer.keras_api import keras, ops, tree
+from accumtrainer.keras_api import device, keras, ops, tree
 from accumtrainer.keras_api.types import Nest, Tensor
 from accumtrainer.window.state import Scratch
 
@@ -51,9 +52,9 @@ def fails_to_add_up(loss: Any, y_true: Nest, y_pred: Nest) -> bool:
     """Whether a loss makes another value of an example in another batch.
 
     That is beside other examples, at another place, or among more of them. It
-    is tried with numbers made up, in a thread of its own: a program may be
-    traced here, which is so for one thread. Where an example has more than
-    `MOST_NUMBERS` it is not tried.
+    is tried with several kinds of numbers made up, in a thread of its own: a
+    program may be traced here, which is so for one thread. Where an example
+    has more than `MOST_NUMBERS` it is not tried.
 
     Args:
         loss: `keras.losses.Loss`.
@@ -65,38 +66,111 @@ def fails_to_add_up(loss: Any, y_true: Nest, y_pred: Nest) -> bool:
 
 
 def _differs(loss: Any, y_true: Nest, y_pred: Nest) -> bool:
-    """Whether f(A, B) + f(C, D) is not f(A, D) + f(C, B), or f(A, B, C, D)."""
+    """Whether it does with one of the kinds of numbers, tried in turn."""
     rng = np.random.default_rng(0)
-
-    def rows_like(nest: Nest, digits: int) -> Nest:
-        return tree.map_structure(
-            lambda tensor: np.round(
-                rng.uniform(0.05, 0.95, [2, *_lengths(tensor)]), digits
-            ),
-            nest,
-        )
-
     with contextlib.suppress(Exception), Scratch([]), _changing_copies(loss):
-        tensors = tree.flatten([y_true, y_pred])
-        if max(math.prod(_lengths(t)) for t in tensors) > MOST_NUMBERS:
+        lengths = [
+            [_lengths(tensor) for tensor in tree.flatten(nest)]
+            for nest in (y_true, y_pred)
+        ]
+        most = max(map(math.prod, lengths[0] + lengths[1]))
+        if most > MOST_NUMBERS:
             return False
-        for digits in (9, 0):  # targets are probabilities; labels or a mask
-            a, b, c, d = (
-                [rows_like(y_true, digits), rows_like(y_pred, 9)]
-                for _ in range(4)
-            )
-            batches = [(a, b), (c, d), (a, d), (c, b), (a, b, c, d)]
-            totals = [_total(loss, *batch) for batch in batches]
-            one, other, third, fourth, together = totals
-            difference = max(
-                abs(one + other - total) for total in (third + fourth, together)
-            )
-            # Where it draws, they are others again.
-            if difference > 1e-4 * max(abs(one), abs(other)) and totals == [
-                _total(loss, *batch) for batch in batches
-            ]:
-                return True
+        # A label should come in some examples, where they have few numbers.
+        count = 16 if most <= 256 else 2
+        for place, kinds in enumerate(_kinds(*lengths)):
+            parts = [
+                [
+                    tree.map_structure(partial(_draw, rng, kind, count), nest)
+                    for kind, nest in zip(kinds, (y_true, y_pred), strict=True)
+                ]
+                for _ in range(2)
+            ]
+            # A CUDA device is lost to a process that has looked up there what
+            # is not in a table, as a label of no class.
+            scope = contextlib.nullcontext() if place < 2 else device("cpu")
+            # A loss need not be defined for numbers that it is not made for.
+            ignored = np.errstate(all="ignore")
+            with contextlib.suppress(Exception), ignored, scope:
+                if _differs_with(loss, *parts):
+                    return True
     return False
+
+
+class _Numbers(NamedTuple):
+    """A range of numbers to draw from, or of whole ones between them."""
+
+    low: float
+    high: float
+    are_whole: bool = False
+
+
+def _kinds(
+    of_targets: list[list[int]], of_outputs: list[list[int]]
+) -> list[tuple[_Numbers, _Numbers]]:
+    """List which numbers a loss is tried with, as targets and as outputs.
+
+    Where targets have other axes than outputs they may be labels, which are
+    looked up in an output. Those of no class would be found in another example.
+
+    Args:
+        of_targets: sizes of the axes of an example, of each tensor.
+        of_outputs: the same of outputs.
+    """
+    widths = [(lengths or [1])[-1] for lengths in of_outputs]
+    shares = _Numbers(0.05, 0.95)
+    signed = _Numbers(-3.0, 3.0)
+    above_one = _Numbers(1.05, 3.0)
+    below_one_in_sum = _Numbers(0.0, 1 / max(widths))
+    kinds = [(shares, shares), (_Numbers(-0.5, 1.5, True), shares)]
+    if of_targets != of_outputs and max(widths) > 1:
+        labels = _Numbers(-0.5, min(widths) - 0.5, True)
+        return kinds + [(labels, of) for of in (shares, signed, above_one)]
+    return [
+        *kinds,
+        (_Numbers(-1.5, 9.5, True), shares),  # classes, -1 where unlabelled
+        (_Numbers(-0.5, 255.5, True), shares),  # pixels
+        (signed, signed),
+        (above_one, above_one),
+        (below_one_in_sum, below_one_in_sum),
+    ]
+
+
+def _draw(
+    rng: np.random.Generator, numbers: _Numbers, count: int, tensor: Tensor
+) -> np.ndarray:
+    """Draw some examples of the shape of a tensor's."""
+    shape = [count, *_lengths(tensor)]
+    drawn = rng.uniform(numbers.low, numbers.high, shape)
+    return np.round(drawn, 0 if numbers.are_whole else 9)
+
+
+def _differs_with(loss: Any, one: list[Nest], other: list[Nest]) -> bool:
+    """Whether f(A) + f(B) is not f(A, B)."""
+    batches = [(one,), (other,), (one, other)]
+    totals = [_total(loss, *batch) for batch in batches]
+    difference = abs(totals[0] + totals[1] - totals[2])
+    # What they have in common, as a constant, counts for its rounding alone.
+    allowed = 1e-4 * abs(totals[0] - totals[1])
+    allowed += 1e-6 * max(map(abs, totals))
+    if not difference > allowed:  # nor where one is not finite
+        return False
+    # It may divide by what is all but zero, so that rounding is seen.
+    moved = [
+        [y_true, tree.map_structure(_move_a_little, y_pred)]
+        for y_true, y_pred in (one, other)
+    ]
+    allowed += 10 * abs(_total(loss, *moved) - totals[2])
+    # Where it draws, they are others again.
+    return difference > allowed and totals == [
+        _total(loss, *batch) for batch in batches
+    ]
+
+
+def _move_a_little(numbers: np.ndarray) -> np.ndarray:
+    """Change numbers by more than their rounding in float32, up and down."""
+    signs = np.cos(np.arange(numbers.size)).reshape(numbers.shape)
+    return numbers * (1 + 1e-6 * signs)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,155 @@
+"""Claims about the numbers that a loss of the user's is tried with.
+
+They have to reach what couples examples, as labels and pixels of data do, and
+must not make a loss look coupled that has another value there by rounding, by
+a lookup that fails, or not at all.
+"""
+
+import numpy as np
+import pytest
+
+from accumtrainer import Trainer
+from accumtrainer.callbacks import GradientAccumulation
+from accumtrainer.keras_api import keras, ops
+from accumtrainer.window import reducing
+
+pytestmark = pytest.mark.usefixtures("without_xla")
+
+
+def of_unlabelled(y, p):
+    """Divide by how many numbers are -1, which means that there are none."""
+    is_unlabelled = ops.cast(y < 0, p.dtype)
+    values = ops.mean(ops.square(y - p) * (1 - is_unlabelled), axis=-1)
+    share = ops.maximum(ops.mean(is_unlabelled), 0.1)
+    return values + ops.mean(ops.square(p) * is_unlabelled, axis=-1) / share
+
+
+def by_share_of_label(label):
+    def loss(y, p):
+        is_label = ops.cast(ops.equal(y, label), p.dtype)
+        errors = ops.mean(ops.abs(y - p) * (1 + is_label), axis=-1)
+        return errors / ops.maximum(ops.mean(is_label), 0.1)
+
+    return loss
+
+
+def by_share_of_bright(y, p):
+    is_bright = ops.cast(y > 127, p.dtype)
+    errors = ops.mean(ops.square((y - p) / 255) * is_bright, axis=-1)
+    return errors / ops.maximum(ops.mean(is_bright), 0.1)
+
+
+def by_distance(y, p):
+    distances = ops.log(p + ops.sqrt(p * p - 1.0))
+    return ops.mean(ops.square(distances - y), axis=-1) / ops.mean(distances)
+
+
+def of_logarithm_by_size(y, p):
+    errors = ops.square(ops.log(p - 1.0) - y)
+    return ops.mean(errors, axis=-1) / ops.shape(y)[0]
+
+
+def of_rest_by_largest(y, p):
+    rest = ops.sqrt(1.0 - ops.sum(y, axis=-1))
+    return ops.mean(ops.square(p), axis=-1) * rest / ops.max(rest)
+
+
+def by_size_beside_a_constant(y, p):
+    return 1e4 + ops.mean(ops.square(y - p), axis=-1) / ops.shape(y)[0]
+
+
+def of_one_class_by_share(y, p):
+    """Weigh a class of labels that are looked up in outputs."""
+    is_class = ops.cast(ops.equal(y, 2), p.dtype)
+    weights = 1 + is_class / ops.maximum(ops.mean(is_class), 0.1)
+    return weights * of_class(y, p)
+
+
+def of_class(y, p):
+    """Look up labels in outputs of all examples in a row."""
+    rows = ops.arange(ops.shape(p)[0]) * ops.shape(p)[1]
+    scores = ops.reshape(ops.log_softmax(p), [-1])
+    return -ops.take(scores, rows + ops.cast(y, "int32"))
+
+
+def by_iou(y, p):
+    """Divide by what is all but zero with numbers of both signs."""
+    shared, of_targets, of_outputs = (
+        ops.sum(pixels, axis=(1, 2)) for pixels in (y * p, y, p)
+    )
+    return 1 - shared / (of_targets + of_outputs - shared)
+
+
+def by_table(y, p):
+    weights = ops.take(ops.array([1.0, 3.0]), ops.cast(y, "int32"))
+    return ops.mean(weights * ops.square(y - p), axis=-1)
+
+
+def of_labelled(y, p):
+    is_labelled = ops.cast(ops.not_equal(y, -1), p.dtype)
+    errors = ops.sum(ops.square(y - p) * is_labelled, axis=-1)
+    return errors / ops.sum(is_labelled, axis=-1)
+
+
+def of_counts(y, p):
+    return ops.mean(p - y * ops.log(p), axis=-1)
+
+
+def of_squares(y, p):
+    """Compute a variance in a way that loses digits, beside a constant."""
+    errors = y - p
+    squares = ops.mean(errors * errors, axis=-1)
+    return 1e4 + squares - ops.square(ops.mean(errors, axis=-1))
+
+
+class Own(keras.losses.Loss):
+    def __init__(self, function):
+        super().__init__()
+        self.call = function
+
+
+ROWS = {"labels": (24,), "column": (24, 1), "columns": (24, 3)}
+ROWS["images"] = (24, 16, 16, 3)
+
+
+@pytest.mark.parametrize(
+    ("loss", "of_targets", "of_outputs", "couples"),
+    [
+        (of_unlabelled, "columns", "columns", True),
+        (by_share_of_label(2), "column", "column", True),
+        (by_share_of_label(5), "column", "column", True),
+        (by_share_of_bright, "columns", "columns", True),
+        (by_distance, "columns", "columns", True),
+        (of_logarithm_by_size, "columns", "columns", True),
+        (of_rest_by_largest, "columns", "columns", True),
+        (by_size_beside_a_constant, "columns", "columns", True),
+        (of_one_class_by_share, "labels", "columns", True),
+        (of_class, "labels", "columns", False),
+        (by_iou, "images", "images", False),
+        (by_table, "column", "column", False),
+        (of_labelled, "columns", "columns", False),
+        (of_counts, "columns", "columns", False),
+        (of_squares, "columns", "columns", False),
+    ],
+)
+def test_trial_sees_what_couples_where_numbers_are_as_in_data(
+    loss, of_targets, of_outputs, couples
+):
+    given = [np.zeros(ROWS[name]) for name in (of_targets, of_outputs)]
+    loss = Own(loss)
+    assert reducing.fails_to_add_up(loss, *given) is couples
+
+
+@pytest.mark.parametrize("is_in_fit", [False, True])
+def test_losses_divided_by_the_number_of_unlabelled_are_refused(is_in_fit):
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(3)])
+    model.compile(keras.optimizers.SGD(0.1), of_unlabelled)
+    x = np.linspace(-1, 1, 24).reshape([8, 3]).astype("float32")
+    y = np.where(x < 0, -1, x)
+    with pytest.raises(ValueError, match="depends on the others"):
+        if is_in_fit:
+            callback = GradientAccumulation(steps=2)
+            model.fit(x, y, 4, verbose=0, callbacks=[callback])
+        else:
+            trainer = Trainer(model, accumulation=2)
+            trainer.fit(x, y, batch_size=4, verbose=0)
