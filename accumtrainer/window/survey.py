@@ -120,6 +120,10 @@ def take_survey(parts: WindowParts, passes: Passes, batch: Batch) -> Survey:
     seen: dict[str, Any] = {}
 
     def run(batch: Batch) -> Tensor:
+        with collect_logs(hooks):
+            return run_hooks(batch)
+
+    def run_hooks(batch: Batch) -> Tensor:
         before = [variable.value for variable in movable]
         info = passes.info(
             ops.zeros((), "int32"), Share.whole(ops.ones((), "int32"))
@@ -157,7 +161,7 @@ def take_survey(parts: WindowParts, passes: Passes, batch: Batch) -> Survey:
 
     book, known = context_of(hooks).log_book, parts.variables
     with book.surveying() as reductions, Scratch(known) as scope:
-        with collect_logs(hooks), host_drawing_again():
+        with host_drawing_again():
             traced = parts.backend.trace(run, batch)
         if not traced.fixes_sizes:
             losses = seen["losses"]

@@ -1,8 +1,10 @@
 """PyTorch: what layers draw, take or count on the host is new in every step."""
 
+import collections
 import itertools
 import random
 import secrets
+import types
 
 import numpy as np
 import pytest
@@ -236,3 +238,89 @@ def test_what_is_made_once_for_each_shape_is_recorded(kind, monkeypatch):
     one = len(graphs)
     trainer.train_on_batch(X[:4], Y[:4])
     assert 0 < one < len(graphs)
+
+
+def lengthen_list(kept):
+    kept.own.append(np.ones(2))
+    return len(kept.own)
+
+
+def lengthen_array(kept):
+    kept.own = np.append(kept.own, 1.0)
+    return len(kept.own)
+
+
+def count_by_name(kept):
+    kept.own["calls"] = kept.own.get("calls", 0) + 1
+    return kept.own["calls"]
+
+
+def count_anew(kept):
+    kept.calls = getattr(kept, "calls", 0) + 1
+    return kept.calls
+
+
+def add_names(kept):
+    kept.own.add(f"call {len(kept.own)}")
+    return len(kept.own)
+
+
+def add_keys(kept):
+    kept.own[f"call {len(kept.own)}"] = None
+    return len(kept.own)
+
+
+def turn(kept):
+    first = next(iter(kept.own))
+    kept.own.move_to_end(first)
+    return kept.own[first]
+
+
+GROWING = {
+    "list": (list, lengthen_list),
+    "deque": (lambda: collections.deque(maxlen=4), lengthen_list),
+    "array": (lambda: np.zeros(0), lengthen_array),
+    "dict": (dict, count_by_name),
+    "Counter": (collections.Counter, count_by_name),
+    "attribute": (dict, count_anew),
+    "set": (set, add_names),
+    "keys": (dict, add_keys),
+    "order": (lambda: collections.OrderedDict(a=1, b=2, c=3), turn),
+}
+
+
+class Growing(keras.layers.Layer):
+    """Scales by what it makes of what it keeps."""
+
+    def __init__(self, grow):
+        super().__init__()
+        self.kept, self.grow = types.SimpleNamespace(), grow
+
+    def call(self, x):
+        return x * self.grow(self.kept)
+
+
+class Logging(Trainer):
+    """Logs in a hook, which a trial that is repeated runs twice."""
+
+    def on_apply(self, gradients, info):
+        self.log("one", 1.0)
+        return gradients
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("kind", GROWING)
+def test_what_grows_has_not_grown_before_the_first_step(kind, run_eagerly):
+    make, grow = GROWING[kind]
+    layer = Growing(lambda kept: 1.0)
+    model = make_model(layer)
+    model.optimizer.learning_rate = 0.0
+    layer.grow, layer.kept.own = grow, make()
+    trainer = Logging(model, run_eagerly=run_eagerly)
+    zeros = np.zeros_like(Y)
+    losses = [trainer.train_on_batch(X, zeros)[0] for _ in range(6)]
+    kept = types.SimpleNamespace(own=make())
+    scales = np.array([grow(kept) for _ in range(6)])
+    np.testing.assert_allclose(
+        np.sqrt(losses) / np.sqrt(losses[0]), scales, rtol=1e-5
+    )

@@ -10,6 +10,7 @@ import collections
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -29,17 +30,84 @@ MISSING = object()
 COLLECTIONS = (list, dict, set, collections.deque)
 ARRAYS = (np.ndarray, bytearray, array.array)
 CONTAINERS = (*COLLECTIONS, *ARRAYS)
-NUMBERS = (int, float, np.number)
+COUNTED = (int, float, np.number, *ARRAYS)
 ALL = "all"
 """Under which name the numbers of an array are its items."""
 
 
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What an object kept as an attribute before code ran.
+
+    Args:
+        owner: the object.
+        name: of the attribute.
+        value: what it was; `MISSING` if there was none.
+        items: pairs of a container in it and its items, the outermost first.
+        may_count: whether code may count in it, beside keeping tensors.
+    """
+
+    owner: Any
+    name: str
+    value: Any
+    items: list[tuple[Any, dict]]
+    may_count: bool
+
+    def is_other(self, now: Any, *, may_be_made: bool) -> bool:
+        """Whether a tensor, number or array is another, or one in a container.
+
+        Args:
+            now: what is kept by now.
+            may_be_made: whether what is new is no other, as what a layer has
+                built or made for a shape.
+        """
+        old = self.value
+        if old is MISSING:
+            # Where an object has no number yet, that of its class counts.
+            old = getattr(type(self.owner), self.name, MISSING)
+        kinds = (torch.Tensor, *(COUNTED if self.may_count else ()))
+        if old is MISSING and not may_be_made:
+            return _is_one_of(now, (*kinds, *CONTAINERS))
+        is_kind = _is_one_of(old, kinds)
+        is_kind = is_kind or (not may_be_made and _is_one_of(now, kinds))
+        if is_kind and old is not now:
+            # A longer table is made once for each length.
+            is_array = may_be_made and isinstance(old, np.ndarray)
+            is_made = is_array and np.shape(old) != np.shape(now)
+            return not is_made and _differ(old, now)
+        # What stands in the place of a container is compared with it.
+        others = [now, *(container for container, _ in self.items[1:])]
+        return any(
+            _are_changed(before, one, kinds, may_be_made)
+            for (_, before), one in zip(self.items, others, strict=False)
+        )
+
+    def put_back(self, now: Any) -> None:
+        """Give the object back what it kept, with the items in there."""
+        if now is not self.value:  # else it may be one that cannot be set
+            put_back(self.owner, self.name, self.value)
+        for container, items in self.items:
+            _refill(container, items)
+
+
+Made = dict[tuple[int, str], Before]
+"""What was before something was made, by the owner's id and the name."""
+
+
 @contextlib.contextmanager
-def attributes_put_back(owners: Iterable[Any]) -> Iterator[dict[str, Any]]:
+def attributes_put_back(
+    owners: Iterable[Any], made: Made | None
+) -> Iterator[dict[str, Any]]:
     """Look at what objects keep in here, and put back what they had before.
+
+    What may be made once, as a table for each shape, stays. If the same code
+    then runs in a second scope, what is new there again counts instead, and is
+    put back to what it was before the first.
 
     Args:
         owners: what has attributes.
+        made: gets what was new in here, and has that of a scope before;
+            `None` where all is made by now, and whatever is new counts.
 
     Returns:
         What was put back, by its name, once the scope has ended.
@@ -47,31 +115,39 @@ def attributes_put_back(owners: Iterable[Any]) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: one keeps a tensor that has no numbers.
     """
-    before = [(one, kept_by(one), _contents(one)) for one in owners]
+    kept = [(one, kept_by(one), _contents(one)) for one in owners]
     changed: dict[str, Any] = {}
     keeping: list[str] = []
     try:
         yield changed
     finally:
-        for owner, attributes, contents in before:
-            for name, value in kept_by(owner).items():
-                old = attributes.get(name, MISSING)
-                items = contents.get(name, [])
-                # Where an object has no number yet, that of its class counts.
-                was = getattr(type(owner), name, old) if old is MISSING else old
-                has_fakes = _holds_fakes(value)
-                # Keras itself numbers the losses that a layer adds.
-                may_count = name not in OF_LAYERS
-                may_count = may_count and attributes.get("built", True)
-                if has_fakes or _is_replaced(was, value, items, may_count):
-                    put_back(owner, name, old)
-                    for container, inside in items:
-                        _refill(container, inside)
-                    whose = getattr(owner, "name", type(owner).__name__)
-                    changed[f"{whose}.{name}"] = old
-                    keeping += [f"{whose}.{name}"] if has_fakes else []
+        for before, now in _pairs(kept):
+            key = id(before.owner), before.name
+            is_made = made is None or key in made
+            may_be_made = not (before.may_count and is_made)
+            has_fakes = _holds_fakes(now)
+            if has_fakes or before.is_other(now, may_be_made=may_be_made):
+                (made or {}).pop(key, before).put_back(now)
+                owner = before.owner
+                whose = getattr(owner, "name", type(owner).__name__)
+                changed[f"{whose}.{before.name}"] = before.value
+                keeping += [f"{whose}.{before.name}"] if has_fakes else []
+            elif made is not None and before.may_count:
+                if before.is_other(now, may_be_made=False):
+                    made[key] = before
     if keeping:
         raise ValueError(f"{keeping[0]} keeps what a layer has computed")
+
+
+def _pairs(kept: list[tuple[Any, dict, dict]]) -> Iterator[tuple[Before, Any]]:
+    """List what objects keep by now, each with what it was before."""
+    for owner, attributes, contents in kept:
+        # Keras itself numbers the losses that a layer adds.
+        is_built = bool(attributes.get("built", True))
+        for name, now in kept_by(owner).items():
+            old, items = attributes.get(name, MISSING), contents.get(name, [])
+            may_count = is_built and name not in OF_LAYERS
+            yield Before(owner, name, old, items, may_count), now
 
 
 def modules_of(layers: Iterable[Any]) -> list[Any]:
@@ -136,32 +212,17 @@ def _items(value: Any) -> dict:
     return {ALL: copy.copy(value)} if is_small else {}
 
 
-def _is_replaced(old: Any, value: Any, items: Any, may_count: bool) -> bool:
-    """Whether a tensor, number or array is another, or one in a container.
-
-    What is made once may stay, as what a layer has built.
-    """
-    kinds = (torch.Tensor, *NUMBERS, *ARRAYS) if may_count else torch.Tensor
-    if _is_one_of(old, kinds) and old is not value:
-        # A longer table is made once for each length.
-        is_array = isinstance(old, np.ndarray)
-        is_made = is_array and np.shape(old) != np.shape(value)
-        return not is_made and _differ(old, value)
-    # What stands in the place of a container is compared with it.
-    now = [value, *(container for container, _ in items[1:])]
-    return any(
-        _are_changed(before, one, kinds)
-        for (_, before), one in zip(items, now, strict=False)
-    )
-
-
-def _are_changed(items: dict, container: Any, kinds: Any) -> bool:
+def _are_changed(
+    old: dict, container: Any, kinds: Any, may_be_made: bool
+) -> bool:
     """Whether items of some kinds in a container are others than before."""
     now = _items(container)
-    for key in {**items, **now}:
-        one, other = items.get(key, MISSING), now.get(key, MISSING)
+    is_keyed = isinstance(container, (dict, set))
+    if not may_be_made and list(map(hash, old)) != list(map(hash, now)):
+        return True  # also where they stand in another order
+    for key in {**old, **now}:
+        one, other = old.get(key, MISSING), now.get(key, MISSING)
         # For each shape there may be a table, or a number.
-        is_keyed = isinstance(container, (dict, set))
         if one is MISSING and (is_keyed or isinstance(other, ARRAYS)):
             continue
         is_kind = _is_one_of(one, kinds) or _is_one_of(other, kinds)

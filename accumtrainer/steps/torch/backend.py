@@ -9,7 +9,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -22,26 +22,15 @@ from accumtrainer.steps.backend import Backend, HasVariables
 from accumtrainer.steps.looks import Looks
 from accumtrainer.steps.memory import Backup
 from accumtrainer.steps.torch import memory
-from accumtrainer.steps.torch.attributes import (
-    all_metrics,
-    attributes_put_back,
-    has_tensors,
-    modules_of,
-)
+from accumtrainer.steps.torch.attributes import Made
 from accumtrainer.steps.torch.gradients import (
     gradients,
     gradients_of_rows,
     map_rows,
     refuse_optimizers_of_torch,
 )
-from accumtrainer.steps.torch.host_draws import host_draws_put_back
-from accumtrainer.steps.torch.iterators import iterators_put_back
 from accumtrainer.steps.torch.layouts import Order, lay_out
-from accumtrainer.steps.torch.looks import (
-    attributes_of,
-    describe_attribute,
-    objects_of,
-)
+from accumtrainer.steps.torch.looks import attributes_of, describe_attribute
 from accumtrainer.steps.torch.loops import record_scan
 from accumtrainer.steps.torch.marks import record_branch
 from accumtrainer.steps.torch.modules import Modules, show_parameters
@@ -55,8 +44,10 @@ from accumtrainer.steps.torch.seeds import (
 )
 from accumtrainer.steps.torch.squares import MANY, sum_in_rows
 from accumtrainer.steps.torch.tensors import default_device, to_tensor
-from accumtrainer.steps.torch.trials import Trial, UnwatchedTrial
+from accumtrainer.steps.torch.trials import Trial, UnwatchedTrial, unchanged
 from accumtrainer.window.backend import Recipe, Traced, dtype_of_sum
+
+AnyTrial = TypeVar("AnyTrial", Trial, UnwatchedTrial)
 
 IS_PROFILING = "_is_profiler_enabled"
 """What tells whether a profiler is running; it has no public name."""
@@ -120,14 +111,13 @@ class TorchBackend(Backend):
         return Looks(attributes_of(owners), describe)
 
     def trace(self, function: Callable[[Batch], Nest], batch: Batch) -> Traced:
-        known = [] if self._model is None else self._model.variables
-        trial: Trial | UnwatchedTrial = Trial(known)
+        made: Made = {}
         try:
-            with self._trying(trial):
-                function(tree.map_structure(_to_tensor, batch))
+            trial: Trial | UnwatchedTrial
+            trial = self._try(Trial, function, batch, made)
         except Exception:
             # Not everything can be watched: `torch.cond` is no operation.
-            unwatched = self._try_unwatched(function, batch, known)
+            unwatched = self._try_unwatched(function, batch, made)
             if unwatched is None:
                 raise
             trial, self._is_unwatched = unwatched, True
@@ -139,20 +129,23 @@ class TorchBackend(Backend):
         if self._is_unwatched:
             raise ValueError("a layer, loss or metric cannot be watched")
         tensors = tree.map_structure(_to_tensor, batch)
-        known = [] if self._model is None else self._model.variables
         recipes = Recipes(tensors)
-        trial = Trial(known, recipes.watch)
-        with recorded_draws(), self._trying(trial):
+        trial = Trial(self._variables, recipes.watch)
+        with recorded_draws(), self._trying(trial, None):
             results = function(tensors)
         if not trial.fixes_sizes:
             raise ValueError("Python may compute with numbers that it reads")
         return list(map(recipes.of, results))
 
+    @property
+    def _variables(self) -> list[Variable]:
+        return [] if self._model is None else self._model.variables
+
     def _try_unwatched(
         self,
         function: Callable[[Batch], Nest],
         batch: Batch,
-        known: list[Variable],
+        made: Made,
     ) -> UnwatchedTrial | None:
         """Run a function that fails while it is watched.
 
@@ -161,21 +154,40 @@ class TorchBackend(Backend):
         """
         # What PyTorch has compiled of it under watch would fail now.
         torch.compiler.reset()
-        trial = UnwatchedTrial(known)
         with contextlib.suppress(Exception):
-            with self._trying(trial):
-                function(tree.map_structure(_to_tensor, batch))
-            return trial
+            return self._try(UnwatchedTrial, function, batch, made)
         return None
 
+    def _try(
+        self,
+        kind: type[AnyTrial],
+        function: Callable[[Batch], Nest],
+        batch: Batch,
+        made: Made,
+    ) -> AnyTrial:
+        """Run a function in a trial, and again where something was made.
+
+        What is made again then is no cache, but grows in every step.
+        """
+        trial = kind(self._variables)
+        with self._trying(trial, made):
+            function(tree.map_structure(_to_tensor, batch))
+        if made:
+            with self._trying(kind(self._variables), made):
+                function(tree.map_structure(_to_tensor, batch))
+        return trial
+
     @contextlib.contextmanager
-    def _trying(self, trial: Trial | UnwatchedTrial) -> Iterator[None]:
+    def _trying(
+        self, trial: Trial | UnwatchedTrial, made: Made | None
+    ) -> Iterator[None]:
         """Make a scope in which code runs of which nothing stays."""
+        model = self._model or self._modules.model
         with (
             torch.no_grad(),
             torch.random.fork_rng(),
             self.followed.trying() as looks,
-            _unchanged(self._model or self._modules.model, looks) as numbers,
+            unchanged(model, looks, made) as numbers,
             trial,
             self._modules.computing(is_trial=True),
         ):
@@ -225,7 +237,7 @@ class TorchBackend(Backend):
                 holder.forget()
 
     @contextlib.contextmanager
-    def _recording(self) -> Iterator[None]:
+    def _recording(self, made: Made) -> Iterator[None]:
         if self.followed.pace.is_fast:
             raise ValueError("what is recorded changes every few windows")
         if self._is_unwatched:
@@ -239,7 +251,7 @@ class TorchBackend(Backend):
             with (
                 self.followed.recording() as looks,
                 recorded_draws(),
-                _unchanged(model, looks) as numbers,
+                unchanged(model, looks, made) as numbers,
             ):
                 yield
         finally:
@@ -416,45 +428,6 @@ class TorchBackend(Backend):
 
     def mark_step(self, name: str, number: int) -> AbstractContextManager:
         return torch.profiler.record_function(f"{name} {number}")
-
-
-@contextlib.contextmanager
-def _unchanged(model: Model | None, looks: Looks) -> Iterator[list[str]]:
-    """Put back what layers, and others, keep beside their variables.
-
-    Args:
-        model: whose layers they are.
-        looks: what code reads.
-
-    Returns:
-        List that has the names of what they keep that no function which is
-        recorded would change, once the scope has ended.
-    """
-    layers = [] if model is None else flatten_layers(model)
-    # Normalizations do not say that they change theirs.
-    before = {b: b.clone() for layer in layers for b in layer.buffers()}
-    numbers: list[str] = []
-    metrics = all_metrics(model) if layers else []
-    modules = modules_of(layers)
-    known = {id(one) for one in [*metrics, *modules]}
-    others = [one for one in objects_of(layers) if id(one) not in known]
-    # As they are built, layers draw their seeds.
-    is_built = model is not None and model.built
-    put_back = host_draws_put_back if is_built else contextlib.nullcontext
-    try:
-        with (
-            put_back(looks.things) as drawn,
-            iterators_put_back([*modules, *metrics, *others]) as iterators,
-            attributes_put_back(modules) as of_layers,
-            attributes_put_back([*metrics, *others]) as of_others,
-        ):
-            yield numbers
-    finally:
-        for buffer, value in before.items():
-            buffer.copy_(value)
-    numbers += [*(drawn if is_built else ()), *iterators]
-    numbers += of_others
-    numbers += (name for name, old in of_layers.items() if not has_tensors(old))
 
 
 def _written(function: Callable[[], None]) -> Callable[[], None]:

@@ -13,6 +13,7 @@ import torch
 from accumtrainer import errors
 from accumtrainer.keras_api.types import Nest, Tensor, Variable
 from accumtrainer.steps.backend import HasVariables
+from accumtrainer.steps.torch.attributes import Made
 from accumtrainer.steps.torch.gradients import how_differentiated
 from accumtrainer.steps.torch.graphs import Graph
 from accumtrainer.steps.torch.scopes import Memory, Pending
@@ -76,8 +77,9 @@ class Program:
     Args:
         function: takes nests of tensors and returns one.
         holder: of the variables it may change.
-        recording: makes the scope in which it is recorded; `None` to run
-            everything operation by operation.
+        recording: makes the scope in which it is recorded, given what was
+            made in the one before; `None` to run everything operation by
+            operation.
         compiles: whether `torch.compile` compiles what was recorded.
     """
 
@@ -85,7 +87,7 @@ class Program:
         self,
         function: Callable[..., Nest],
         holder: Holder,
-        recording: Callable[[], AbstractContextManager] | None,
+        recording: Callable[[Made], AbstractContextManager] | None,
         *,
         compiles: bool,
     ):
@@ -146,12 +148,13 @@ class Program:
         return self._recorded[key]
 
     def _record(self, leaves: list[Tensor], treedef: Any) -> "Recording | None":
+        made: Made = {}
         try:
             try:
-                return self._record_once(leaves, treedef)
+                return self._record_once(leaves, treedef, made)
             except ChangedError:
                 # What is made once for each shape is there by now.
-                return self._record_once(leaves, treedef)
+                return self._record_once(leaves, treedef, made)
         except Exception as error:
             reason = describe(error)
         if self._compiles:
@@ -160,10 +163,12 @@ class Program:
             )
         return None
 
-    def _record_once(self, leaves: list[Tensor], treedef: Any) -> "Recording":
+    def _record_once(
+        self, leaves: list[Tensor], treedef: Any, made: Made
+    ) -> "Recording":
         assert self._recording is not None
         further: list[Variable] = []
-        with torch.no_grad(), self._recording():
+        with torch.no_grad(), self._recording(made):
             while True:
                 variables = [*self._holder.variables, *further]
                 recorder = _Recorder(self._function, variables, treedef)

@@ -1,5 +1,6 @@
 """Functions run once, to see what they do, of which nothing stays."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -7,8 +8,20 @@ import optree
 import torch
 from torch.utils import _python_dispatch
 
-from accumtrainer.keras_api.types import Tensor, Variable
+from accumtrainer.keras_api import flatten_layers
+from accumtrainer.keras_api.types import Model, Tensor, Variable
+from accumtrainer.steps.looks import Looks
+from accumtrainer.steps.torch.attributes import (
+    Made,
+    all_metrics,
+    attributes_put_back,
+    has_tensors,
+    modules_of,
+)
+from accumtrainer.steps.torch.host_draws import host_draws_put_back
+from accumtrainer.steps.torch.iterators import iterators_put_back
 from accumtrainer.steps.torch.layouts import Kernels
+from accumtrainer.steps.torch.looks import objects_of
 from accumtrainer.steps.torch.schemas import (
     SCHEMA,
     SIZED_BY_NUMBERS,
@@ -131,6 +144,48 @@ class UnwatchedTrial:
                 _as_bytes(variable.value.detach()), _as_bytes(before)
             )
         ]
+
+
+@contextlib.contextmanager
+def unchanged(
+    model: Model | None, looks: Looks, made: Made | None
+) -> Iterator[list[str]]:
+    """Put back what layers, and others, keep beside their variables.
+
+    Args:
+        model: whose layers they are.
+        looks: what code reads.
+        made: as of `attributes_put_back`.
+
+    Returns:
+        List that has the names of what they keep that no function which is
+        recorded would change, once the scope has ended.
+    """
+    layers = [] if model is None else flatten_layers(model)
+    # Normalizations do not say that they change theirs.
+    before = {b: b.clone() for layer in layers for b in layer.buffers()}
+    numbers: list[str] = []
+    metrics = all_metrics(model) if layers else []
+    modules = modules_of(layers)
+    known = {id(one) for one in [*metrics, *modules]}
+    others = [one for one in objects_of(layers) if id(one) not in known]
+    # As they are built, layers draw their seeds.
+    is_built = model is not None and model.built
+    put_back = host_draws_put_back if is_built else contextlib.nullcontext
+    try:
+        with (
+            put_back(looks.things) as drawn,
+            iterators_put_back([*modules, *metrics, *others]) as iterators,
+            attributes_put_back(modules, made) as of_layers,
+            attributes_put_back([*metrics, *others], made) as of_others,
+        ):
+            yield numbers
+    finally:
+        for buffer, value in before.items():
+            buffer.copy_(value)
+    numbers += [*(drawn if is_built else ()), *iterators]
+    numbers += of_others
+    numbers += (name for name, old in of_layers.items() if not has_tensors(old))
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
