@@ -1,7 +1,9 @@
 """PyTorch: what layers draw, take or count on the host is new in every step."""
 
 import collections
+import copy
 import itertools
+import pickle
 import random
 import secrets
 import types
@@ -18,6 +20,8 @@ if BACKEND != "torch":
 
 from recorded import note_graphs
 from samples import X, Y
+
+from accumtrainer.steps.torch.iterators import iterators_put_back
 
 HOW = {"batch_size": 2, "epochs": 3, "shuffle": False, "verbose": 0}
 
@@ -97,6 +101,30 @@ def test_layers_draw_on_the_host_as_in_keras(source, run_eagerly):
 
     found = train(lambda model: Trainer(model, run_eagerly=run_eagerly))
     np.testing.assert_allclose(found, train(lambda model: model), rtol=1e-5)
+
+
+COPIES = {
+    "copy": lambda kept: types.SimpleNamespace(own=copy.copy(kept.own)),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda kept: pickle.loads(pickle.dumps(kept)),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_copies_of_an_iterator_take_what_a_trial_has_taken(copied):
+    kept = types.SimpleNamespace(own=itertools.count(1))
+    with iterators_put_back([kept]):
+        assert [next(kept.own), next(kept.own)] == [1, 2]
+    other = COPIES[copied](kept)
+    for one in (kept, other):
+        assert [next(one.own) for _ in range(4)] == [1, 2, 3, 4]
+
+
+def test_iterators_are_back_in_their_place_after_training():
+    source = Taking()
+    source.numbers = iterator = itertools.cycle([0.2, 0.9, 0.7])
+    Trainer(make_model(Dropping(source))).fit(X, Y, **HOW)
+    assert source.numbers is iterator
 
 
 FRESH = {

@@ -7,6 +7,7 @@ item. What is recorded would keep the item of one step.
 import collections
 import contextlib
 import copy
+import itertools
 import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -22,12 +23,18 @@ Others have attributes, which are put back as those of any object."""
 class Again:
     """An iterator that gives again what was taken from it in a scope.
 
+    Once all of that is taken again, the iterator itself is back in its place.
+
     Args:
         source: gives the items that have not been taken yet.
+
+    Attributes:
+        places: pairs of an object and the attribute that it is.
     """
 
     def __init__(self, source: Iterator[Any]):
         self.source = source
+        self.places: list[tuple[Any, str]] = []
         self._ahead: collections.deque = collections.deque()
         self._taken: list[Any] | None = None
         self._was_asked = False
@@ -41,21 +48,29 @@ class Again:
     def __length_hint__(self) -> int:
         return len(self._ahead) + operator.length_hint(self.source)
 
-    def __copy__(self) -> "Again":
-        other = Again(copy.copy(self.source))
-        other._ahead.extend(self._ahead)
-        return other
+    def __copy__(self) -> Iterator[Any]:
+        return itertools.chain(list(self._ahead), copy.copy(self.source))
+
+    def __reduce__(self) -> Any:
+        return itertools.chain, (list(self._ahead), self.source)
 
     def __next__(self) -> Any:
         self._was_asked = True
         item = self._ahead.popleft() if self._ahead else next(self.source)
         if self._taken is not None:
             self._taken.append(item)
+        elif not self._ahead:
+            self._give_way()
         return item
+
+    def _give_way(self) -> None:
+        for owner, name in self.places:
+            if kept_by(owner).get(name) is self:
+                put_back(owner, name, self.source)
 
     def begin(self) -> None:
         """Note from here on what is taken."""
-        self._taken, self._was_asked = [], False
+        self._taken, self._was_asked, self.places = [], False, []
 
     def rewind(self) -> bool:
         """Let it be taken again, and say whether anybody has asked for it."""
@@ -89,6 +104,7 @@ def iterators_put_back(owners: Iterable[Any]) -> Iterator[list[str]]:
     for one in again.values():
         one.begin()
     for owner, name, value in kept:
+        again[id(value)].places.append((owner, name))
         put_back(owner, name, again[id(value)])
     names: list[str] = []
     try:
