@@ -64,8 +64,26 @@ class Taking:
             return next(self.numbers)
 
 
+class Sending:
+    """A source that sends numbers to a generator, which adds them up."""
+
+    def __init__(self):
+        self.sums = sums()
+        next(self.sums)
+
+    def __call__(self):
+        return self.sums.send(0.3)
+
+
+def sums():
+    total = 0.0
+    while True:
+        total = (total + (yield total)) % 1
+
+
 SOURCES = {
     "iterator": Taking,
+    "sending": Sending,
     "cycle": lambda: taken_from(itertools.cycle([0.2, 0.9, 0.7])),
     "generator": lambda: taken_from(i % 3 / 3 for i in itertools.count()),
     "random": lambda: random.random,

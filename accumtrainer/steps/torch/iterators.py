@@ -43,7 +43,7 @@ class Again:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.source, name)  # `send` and others of a generator
+        return getattr(self.source, name)  # `close` and others of a generator
 
     def __length_hint__(self) -> int:
         return len(self._ahead) + operator.length_hint(self.source)
@@ -55,8 +55,17 @@ class Again:
         return itertools.chain, (list(self._ahead), self.source)
 
     def __next__(self) -> Any:
+        return self.send(None)
+
+    def send(self, value: Any) -> Any:
+        """Take an item, as of a generator that is sent a value."""
         self._was_asked = True
-        item = self._ahead.popleft() if self._ahead else next(self.source)
+        if self._ahead:
+            item = self._ahead.popleft()
+        elif value is None:
+            item = next(self.source)
+        else:
+            item = self.source.send(value)  # type: ignore[attr-defined]
         if self._taken is not None:
             self._taken.append(item)
         elif not self._ahead:
