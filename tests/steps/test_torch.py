@@ -1,5 +1,7 @@
 """Claims about what is peculiar to PyTorch: what is recorded, and draws."""
 
+import types
+
 import numpy as np
 import pytest
 
@@ -297,6 +299,32 @@ class HandingOn(keras.optimizers.Optimizer):
         self.iterations.assign_add(1)
 
 
+class Lazily(HandingOn):
+    """Makes it where it first has something to update."""
+
+    def build(self, variables):
+        keras.optimizers.Optimizer.build(self, variables)
+        self.inner = []
+
+    def apply(self, gradients, trainable_variables=None):
+        if not self.inner:
+            values = [v.value for v in self._trainable_variables]
+            self.inner.append(torch.optim.Adam(values))
+        super().apply(gradients)
+
+
+class ByHelper(HandingOn):
+    """Keeps it in an object of its own."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.helper, self.inner = types.SimpleNamespace(made=self.inner), None
+
+    def apply(self, gradients, trainable_variables=None):
+        self.inner = self.helper.made
+        super().apply(gradients)
+
+
 class OfCopies(keras.optimizers.SGD):
     """Has an optimizer of PyTorch for other tensors, and keys of two kinds."""
 
@@ -317,18 +345,21 @@ def test_optimizers_may_keep_one_of_torch_for_other_tensors():
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
 @pytest.mark.parametrize("by_callback", [False, True])
+@pytest.mark.parametrize("kind", [HandingOn, Lazily, ByHelper])
 def test_optimizers_that_hand_gradients_to_torch_are_refused(
-    by_callback, run_eagerly
+    kind, by_callback, run_eagerly
 ):
     model = make_model()
-    model.compile(HandingOn(0.01), "mse", run_eagerly=run_eagerly)
+    model.compile(kind(0.01), "mse", run_eagerly=run_eagerly)
     how = {"batch_size": 12, "verbose": 0}
     before = model.get_weights()
-    with pytest.raises(ValueError, match="HandingOn, which keeps .* Adam"):
+    with pytest.raises(ValueError, match=f"{kind.__name__}, which .* Adam"):
         if by_callback:
             how["callbacks"] = [GradientAccumulation(steps=2)]
             model.fit(X, X[:, :3], **how)
         else:
             Trainer(model).fit(X, X[:, :3], **how)
+    if kind is Lazily:
+        return  # it is there only once an update was made
     for weight, one in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(weight, one)

@@ -27,13 +27,13 @@ from accumtrainer.steps.torch.gradients import (
     gradients,
     gradients_of_rows,
     map_rows,
-    refuse_optimizers_of_torch,
 )
 from accumtrainer.steps.torch.layouts import Order, lay_out
 from accumtrainer.steps.torch.looks import attributes_of, describe_attribute
 from accumtrainer.steps.torch.loops import record_scan
 from accumtrainer.steps.torch.marks import record_branch
 from accumtrainer.steps.torch.modules import Modules, show_parameters
+from accumtrainer.steps.torch.optimizers import refuse_optimizers_of_torch
 from accumtrainer.steps.torch.programs import ChangedError, Holder, Program
 from accumtrainer.steps.torch.recipes import Recipes
 from accumtrainer.steps.torch.replicas import TorchReplicas
@@ -212,11 +212,19 @@ class TorchBackend(Backend):
         )
         recording = None if self._run_eagerly else self._recording
 
+        has_run = False
+
         def run(*arguments: Nest) -> Nest:
+            nonlocal has_run
             if not self._is_recording:
                 self.followed.note_run()
             with self._modules.computing(is_recording=self._is_recording):
-                return function(*arguments)
+                result = function(*arguments)
+            if self._is_recording or not has_run:
+                # It may have been made in there.
+                refuse_optimizers_of_torch(self._model or self._modules.model)
+            has_run = has_run or not self._is_recording
+            return result
 
         return Program(run, holder, recording, compiles=jit_compile)
 

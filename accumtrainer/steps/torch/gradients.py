@@ -1,14 +1,13 @@
 """Gradients by PyTorch, of a micro-batch or of many examples at once."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import optree
 import torch
 
-from accumtrainer import errors
-from accumtrainer.keras_api import optimizers_of, tree
-from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
+from accumtrainer.keras_api import tree
+from accumtrainer.keras_api.types import Nest, Tensor, Variable
 from accumtrainer.steps.torch.scopes import Pending, Repeating, innermost
 
 Objective = Callable[..., tuple[Tensor, Nest]]
@@ -192,38 +191,3 @@ def map_rows(function: Callable[[Nest], Nest], stacked: Nest) -> Nest:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def refuse_optimizers_of_torch(model: Model | None) -> None:
-    """Refuse an optimizer of Keras that has one of PyTorch do its work.
-
-    Args:
-        model: what is trained.
-
-    Raises:
-        ValueError: that reads gradients of the model's variables where nobody
-            puts them.
-    """
-    optimizer = getattr(model, "optimizer", None)
-    if model is None or optimizer is None:
-        return
-    known = {v.value.data_ptr() for v in model.trainable_variables}
-    for one in optimizers_of(optimizer)[1]:
-        for inner in _optimizers_in(vars(one).values()):
-            tensors = (t for g in inner.param_groups for t in g["params"])
-            if any(tensor.data_ptr() in known for tensor in tensors):
-                message = errors.OPTIMIZER_OF_TORCH.format(
-                    optimizer=type(one).__name__, inner=type(inner).__name__
-                )
-                raise ValueError(message)
-
-
-def _optimizers_in(values: Iterable[Any]) -> Iterator[torch.optim.Optimizer]:
-    """List those of PyTorch, also in lists and dicts, that are attributes."""
-    for value in values:
-        if isinstance(value, torch.optim.Optimizer):
-            yield value
-        elif isinstance(value, dict):
-            yield from _optimizers_in(dict.values(value))
-        elif isinstance(value, (list, tuple)):
-            yield from _optimizers_in(value)

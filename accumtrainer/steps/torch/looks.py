@@ -139,6 +139,11 @@ def objects_of(owners: list[Any]) -> list[Any]:
     return [value for value, _ in _walk(owners) if _is_of_users(value)]
 
 
+def opened_of(owners: list[Any], kind: type) -> list[Any]:
+    """List what is opened and of a class, each object once."""
+    return [value for value, _ in _walk(owners) if isinstance(value, kind)]
+
+
 def _is_of_users(value: Any) -> bool:
     """Whether it has attributes that users' code changes.
 

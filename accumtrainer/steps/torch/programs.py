@@ -16,6 +16,7 @@ from accumtrainer.steps.backend import HasVariables
 from accumtrainer.steps.torch.attributes import Made
 from accumtrainer.steps.torch.gradients import how_differentiated
 from accumtrainer.steps.torch.graphs import Graph
+from accumtrainer.steps.torch.optimizers import RefusedError
 from accumtrainer.steps.torch.scopes import Memory, Pending
 from accumtrainer.steps.torch.source import describe
 from accumtrainer.steps.torch.tensors import (
@@ -155,6 +156,8 @@ class Program:
             except ChangedError:
                 # What is made once for each shape is there by now.
                 return self._record_once(leaves, treedef, made)
+        except RefusedError:
+            raise
         except Exception as error:
             reason = describe(error)
         if self._compiles:
