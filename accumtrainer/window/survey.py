@@ -120,40 +120,37 @@ def take_survey(parts: WindowParts, passes: Passes, batch: Batch) -> Survey:
     seen: dict[str, Any] = {}
 
     def run(batch: Batch) -> Tensor:
-        with collect_logs(hooks):
-            return run_hooks(batch)
-
-    def run_hooks(batch: Batch) -> Tensor:
-        before = [variable.value for variable in movable]
-        info = passes.info(
-            ops.zeros((), "int32"), Share.whole(ops.ones((), "int32"))
-        )
-        changed = hooks.on_micro_batch(batch, info)
-        check_batch(batch, changed)
-        with passes.layers_in_window(info.index):
-            measured = passes.objective.measure(changed, info)
-        zeros = passes.gradients.zeros()
-        loss = ops.zeros((), "float32")
-        info = replace(info, loss=loss, weight=measured.weight)
-        gradients = hooks.on_accumulate(zeros, info)
-        check_gradients("on_accumulate", zeros, gradients)
-        pairs = zip(movable, before, strict=True)
-        seen["moved"] = [v for v, value in pairs if v.value is not value]
-        info = replace(
-            info, index=None, is_last=None, weight=None, total_weight=loss
-        )
-        before = [variable.value for variable in movable]
-        moves = hooks.perturb(zeros, info)
-        check_gradients("perturb", zeros, moves)
-        pairs = zip(movable, before, strict=True)
-        seen["moved_by_perturb"] = [
-            v
-            for v, value in pairs
-            if v.value is not value and not is_random_state(v)
-        ]
-        gradients = hooks.on_apply(zeros, info)
-        check_gradients("on_apply", zeros, gradients)
-        hooks.after_apply(info)
+        with collect_logs(hooks):  # a backend may run this again
+            before = [variable.value for variable in movable]
+            info = passes.info(
+                ops.zeros((), "int32"), Share.whole(ops.ones((), "int32"))
+            )
+            changed = hooks.on_micro_batch(batch, info)
+            check_batch(batch, changed)
+            with passes.layers_in_window(info.index):
+                measured = passes.objective.measure(changed, info)
+            zeros = passes.gradients.zeros()
+            loss = ops.zeros((), "float32")
+            info = replace(info, loss=loss, weight=measured.weight)
+            gradients = hooks.on_accumulate(zeros, info)
+            check_gradients("on_accumulate", zeros, gradients)
+            pairs = zip(movable, before, strict=True)
+            seen["moved"] = [v for v, value in pairs if v.value is not value]
+            info = replace(
+                info, index=None, is_last=None, weight=None, total_weight=loss
+            )
+            before = [variable.value for variable in movable]
+            moves = hooks.perturb(zeros, info)
+            check_gradients("perturb", zeros, moves)
+            pairs = zip(movable, before, strict=True)
+            seen["moved_by_perturb"] = [
+                v
+                for v, value in pairs
+                if v.value is not value and not is_random_state(v)
+            ]
+            gradients = hooks.on_apply(zeros, info)
+            check_gradients("on_apply", zeros, gradients)
+            hooks.after_apply(info)
         seen["losses"] = measured.losses
         seen["untold"] = measured.untold
         seen["embedding_dtypes"] = passes.dtypes_of_embeddings(changed)

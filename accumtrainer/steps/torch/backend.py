@@ -114,7 +114,9 @@ class TorchBackend(Backend):
         made: Made = {}
         try:
             trial: Trial | UnwatchedTrial
-            trial = self._try(Trial, function, batch, made)
+            for trial in self._trials(Trial, made):
+                with self._trying(trial, made):
+                    function(tree.map_structure(_to_tensor, batch))
         except Exception:
             # Not everything can be watched: `torch.cond` is no operation.
             unwatched = self._try_unwatched(function, batch, made)
@@ -155,27 +157,20 @@ class TorchBackend(Backend):
         # What PyTorch has compiled of it under watch would fail now.
         torch.compiler.reset()
         with contextlib.suppress(Exception):
-            return self._try(UnwatchedTrial, function, batch, made)
+            for trial in self._trials(UnwatchedTrial, made):
+                with self._trying(trial, made):
+                    function(tree.map_structure(_to_tensor, batch))
+            return trial
         return None
 
-    def _try(
-        self,
-        kind: type[AnyTrial],
-        function: Callable[[Batch], Nest],
-        batch: Batch,
-        made: Made,
-    ) -> AnyTrial:
-        """Run a function in a trial, and again where something was made.
+    def _trials(self, kind: type[AnyTrial], made: Made) -> Iterator[AnyTrial]:
+        """Make a trial, and another one where something was made in it.
 
         What is made again then is no cache, but grows in every step.
         """
-        trial = kind(self._variables)
-        with self._trying(trial, made):
-            function(tree.map_structure(_to_tensor, batch))
+        yield kind(self._variables)
         if made:
-            with self._trying(kind(self._variables), made):
-                function(tree.map_structure(_to_tensor, batch))
-        return trial
+            yield kind(self._variables)
 
     @contextlib.contextmanager
     def _trying(
