@@ -9,6 +9,7 @@ from accumtrainer.data.batches import Batch, Window, map_leaves
 from accumtrainer.keras_api import ops, tree
 from accumtrainer.keras_api.types import Nest
 
+GROUPS = 4
 MOST_ROWS = 16
 """Rows of a group, which are enough to tell."""
 
@@ -30,8 +31,10 @@ def groups_of(window: Window) -> list[Batch] | None:
             lambda leaf: to_host(leaf).reshape(-1, *leaf.shape[2:]),
             window.stacked,
         )
-    if size_of(batch) and _repeats(batch):
-        batch = _resample(batch)
+    if _repeats(batch):
+        batch = map_leaves(lambda leaf: leaf[:1], batch)
+    if 0 < size_of(batch) < GROUPS:
+        batch = _fill_up(batch)
     samples = size_of(batch)
     rows = min(samples // 2, max(1, max(window.sizes) // 2), MOST_ROWS)
     if not rows:
@@ -39,7 +42,8 @@ def groups_of(window: Window) -> list[Batch] | None:
     # Groups that are unlike each other show more.
     order = np.lexsort((_sums(batch.x, samples), _sums(batch.y, samples)))
     places = [
-        order[(i * samples // 4 + np.arange(rows)) % samples] for i in range(4)
+        order[(i * samples // GROUPS + np.arange(rows)) % samples]
+        for i in range(GROUPS)
     ]
     return [
         map_leaves(lambda leaf, rows=rows: leaf[rows], batch) for rows in places
@@ -55,17 +59,18 @@ def _repeats(batch: Batch) -> bool:
     )
 
 
-def _resample(batch: Batch) -> Batch:
-    """Make four rows of the first, of numbers that it has.
+def _fill_up(batch: Batch) -> Batch:
+    """Add rows until there are four, of numbers that the first has.
 
     They are other ones, in other places, as often as it happens, so that means
-    over some of them show too. Of weights of samples there are four alike.
+    over some of them show too. Weights of samples are those of the first.
     """
     rng = np.random.default_rng(0)
+    shares = (0.9, 0.7, 0.4)[size_of(batch) - 1 :]
 
     def resample(leaf: np.ndarray) -> np.ndarray:
-        rows = [leaf[0]]
-        for share in (0.9, 0.7, 0.4):
+        rows = [*leaf]
+        for share in shares:
             row = leaf[0]
             if row.ndim and row.size:
                 row = row[rng.integers(0, len(row), len(row))]
@@ -73,12 +78,13 @@ def _resample(batch: Batch) -> Batch:
             rows.append((share * row).astype(row.dtype) if is_float else row)
         return np.stack(rows)
 
+    def repeat(leaf: np.ndarray) -> np.ndarray:
+        return np.concatenate([leaf, *[leaf[:1]] * len(shares)])
+
     return Batch(
         map_leaves(resample, batch.x),
         map_leaves(resample, batch.y),
-        map_leaves(
-            lambda leaf: np.repeat(leaf[:1], 4, axis=0), batch.sample_weight
-        ),
+        map_leaves(repeat, batch.sample_weight),
     )
 
 

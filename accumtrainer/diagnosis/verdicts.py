@@ -28,6 +28,9 @@ QUADRUPLES = (
 Coupling may fail to show in one quadruple, where groups happen to be alike.
 """
 
+PAIRS = ((0, 1), (0, 2), (2, 1))
+"""Pairs of groups that also run alone, each of three beside each other."""
+
 Verdict = Literal[
     "right", "constant", "sum", "other", "size", "couples", "mixes", "unknown"
 ]
@@ -131,7 +134,8 @@ def _judge(values: LossValues, is_sum: bool, kind: str) -> LossTrial:
             return LossTrial(verdict="mixes")
     if coupling <= FAILS_FROM["half" if kind == "half" else "float32"]:
         return LossTrial(verdict="unknown")
-    return LossTrial(verdict="couples" if kind == "float32" else "mixes")
+    is_shown = kind == "float32" and not _hides_ratios(values.means)
+    return LossTrial(verdict="couples" if is_shown else "mixes")
 
 
 def judge_loss(
@@ -168,7 +172,10 @@ def judge_loss(
             and trial.shown is not None
             and (abs(ratios[0, 1] / trial.shown - 1) < WEIGHTS_AGREE_WITHIN)
         )
-        return trial if is_same else replace(trial, verdict="couples")
+        if not is_same:
+            is_hidden = _hides_ratios(elsewhere.means)
+            trial = replace(trial, verdict="mixes" if is_hidden else "couples")
+        return trial
     return trial
 
 
@@ -187,7 +194,7 @@ def _adds_up(values: Values, within: float) -> bool:
     largest = max(abs(value) for value in values.values())
     return all(
         abs(values[i, j] - values[i,] - values[j,]) <= within * largest
-        for i, j in ((0, 1), (0, 2), (2, 1))
+        for i, j in PAIRS
     )
 
 
@@ -206,12 +213,21 @@ def _ratios(
     """
     ratios = {
         (i, j): _ratio(means[j,] - means[i, j], means[i, j] - means[i,])
-        for i, j in ((0, 1), (2, 1), (0, 2))
+        for i, j in PAIRS
     }
     fitting = _ratio(ratios[0, 2] * ratios[2, 1], ratios[0, 1])
     is_mean = min(ratios.values()) > 0
     fits = abs(fitting - 1) < RATIOS_AGREE_WITHIN
     return ratios if is_mean and fits else None
+
+
+def _hides_ratios(means: Values) -> bool:
+    """Whether groups have one value, also together, as any mean of them has."""
+    largest = max(abs(value) for value in means.values())
+    return any(
+        np.ptp([means[i,], means[j,], means[i, j]]) <= LEAST_SPREAD * largest
+        for i, j in PAIRS
+    )
 
 
 def _ratio(one: float, other: float) -> float:

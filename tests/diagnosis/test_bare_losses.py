@@ -43,6 +43,10 @@ def of_some(y, p):
     return ops.sum(counts * ops.square(y - p)) / ops.sum(counts)
 
 
+def weighted(y, p):
+    return ops.sum(y * ops.square(y - p)) / ops.sum(y)
+
+
 def contrastive(y, p):
     p = ops.normalize(p, axis=-1)
     scores = ops.log_softmax(ops.matmul(p, ops.transpose(p)) / 0.1, axis=-1)
@@ -379,15 +383,33 @@ def test_loss_of_keras_with_values_made_of_all_examples_is_refused(
     train_on(labels, make_model(), loss, by=by, k=1)
 
 
+@pytest.mark.parametrize("samples", [1, 2, 3])
 @pytest.mark.parametrize(
     ("loss", "shown"),
-    [(mean, "is a mean over samples"), (contrastive, "couples examples")],
+    [
+        (mean, "is a mean over samples"),
+        (weighted, "is a mean over something else"),
+        (contrastive, "couples examples"),
+    ],
 )
-def test_one_sample_is_enough_to_tell(loss, shown):
+def test_few_samples_are_enough_to_tell(loss, shown, samples):
     trainer = Trainer(make_model(), optimizer="sgd", loss=loss, accumulation=2)
     with pytest.raises(ValueError, match="must say what") as caught:
-        trainer.fit(X[:1], Y[:1], batch_size=1, verbose=0)
-    assert shown in str(caught.value)
+        trainer.fit(X[:samples], Y[:samples], batch_size=samples, verbose=0)
+    assert f"shows that it {shown}" in str(caught.value)
+
+
+def test_examples_that_are_alike_do_not_make_a_mean_couple_them():
+    alike, model = np.tile([0, 0, 0, 1], 2), make_model()
+    model.compile("sgd", weighted)
+    options = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    with pytest.raises(ValueError, match="must say what") as caught:
+        model.fit(
+            *(X[alike], Y[alike]),
+            callbacks=[GradientAccumulation(2)],
+            **options,
+        )
+    assert "a mean over something else" in str(caught.value)
 
 
 def test_trial_that_shows_nothing_leaves_all_remedies_open():
