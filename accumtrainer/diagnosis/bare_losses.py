@@ -29,10 +29,11 @@ def check_bare_losses(
 
     Of what does not depend on data, as a penalty on weights, any denominator is
     right, unless it adds up over micro-batches. Where the user has stated what
-    others were averaged over, a trial that shows otherwise is a warning. So is
-    it where nobody has, if layers have added all of them, and but a trial shows
-    that none depends on data. Activity regularizers are refused where a trial
-    shows that they do not add up over samples.
+    others were averaged over, a trial that shows otherwise is a warning, and so
+    is one for samples that shows nothing, but on several devices, where there
+    is none. So is it where nobody has stated it, if layers have added all of
+    them, and but a trial shows that none depends on data. Activity regularizers
+    are refused where a trial shows that they do not add up over samples.
 
     Args:
         parts: whose windows are weighed.
@@ -91,6 +92,8 @@ def check_bare_losses(
             )
     if stated is not None:
         _warn_where_wrong(stated, verdicts, owner)
+        if stated == "samples" and parts.backend.replicas.count == 1:
+            _warn_where_unknown(verdicts, owner)
     elif not all(_is_settled(o, verdict) for o, verdict in verdicts.items()):
         raise ValueError(
             errors.BARE_LOSS.format(
@@ -147,6 +150,18 @@ def _warn_where_wrong(
                 ),
                 stacklevel=3,
             )
+
+
+def _warn_where_unknown(verdicts: Mapping[str, str], owner: str) -> None:
+    """Warn of losses of which nobody can tell whether samples are right."""
+    unknown = [o for o, verdict in verdicts.items() if verdict == "unknown"]
+    if unknown:
+        warnings.warn(
+            errors.UNCHECKED_DENOMINATOR.format(
+                origins=" and ".join(unknown), owner=owner
+            ),
+            stacklevel=3,
+        )
 
 
 def _warn_of_penalties(verdicts: Mapping[str, str], owner: str) -> None:
@@ -237,9 +252,9 @@ REMEDIES = {
     "couples": (_WINDOW,),
     "mixes": (f"in the first case {_WINDOW}", f"in the second {_FUNCTION}"),
     "unknown": (
-        f"{_SAMPLES} if it is a mean over samples, or a penalty on weights",
-        f"{_FUNCTION} if it is one over something else",
+        f"{_FUNCTION} if it is a mean over something else than samples",
         f"{_WINDOW}, if it couples examples, as a contrastive loss does",
+        f"{_SAMPLES} if it is a mean over samples, or a penalty on weights",
     ),
 }
 """What to do about it, by verdict."""

@@ -1,11 +1,11 @@
 """Groups of rows of a window, of which two at a time are tried."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from accumtrainer.data.batches import Batch, Window, map_leaves
+from accumtrainer.data.batches import Batch, Window, leaves, map_leaves
 from accumtrainer.keras_api import ops, tree
 from accumtrainer.keras_api.types import Nest
 
@@ -24,17 +24,7 @@ def groups_of(window: Window) -> list[Batch] | None:
     Returns:
         List of four `Batch`es, or `None` where there are no samples.
     """
-    if window.parts is not None:
-        batch = map_leaves(to_host, window.parts[0])
-    else:
-        batch = map_leaves(
-            lambda leaf: to_host(leaf).reshape(-1, *leaf.shape[2:]),
-            window.stacked,
-        )
-    if _repeats(batch):
-        batch = map_leaves(lambda leaf: leaf[:1], batch)
-    if 0 < size_of(batch) < GROUPS:
-        batch = _fill_up(batch)
+    batch = _rows_of(window)
     samples = size_of(batch)
     rows = min(samples // 2, max(1, max(window.sizes) // 2), MOST_ROWS)
     if not rows:
@@ -45,6 +35,52 @@ def groups_of(window: Window) -> list[Batch] | None:
         order[(i * samples // GROUPS + np.arange(rows)) % samples]
         for i in range(GROUPS)
     ]
+    return _take(batch, places)
+
+
+def large_groups_of(window: Window) -> list[Batch] | None:
+    """Take four groups as large as a micro-batch, of rows drawn from a window.
+
+    A loss may need as many, for the largest of them or for one that counts. Two
+    together are twice a micro-batch: it is for when `groups_of` show nothing.
+
+    Returns:
+        As `groups_of`.
+    """
+    batch = _rows_of(window)
+    if not size_of(batch):
+        return None
+    samples, shape = size_of(batch), (GROUPS, max(window.sizes))
+    shares = samples < np.prod(shape)
+    rng = np.random.default_rng(0)
+    return _take(batch, rng.choice(samples, shape, replace=bool(shares)))
+
+
+def _rows_of(window: Window) -> Batch:
+    """Take rows of a window that have one shape, four or more if any."""
+    if window.parts is not None:
+        batch = join(
+            [
+                map_leaves(to_host, part)
+                for part in window.parts
+                if _shapes(part) == _shapes(window.parts[0])
+            ]
+        )
+    else:
+        batch = map_leaves(
+            lambda leaf: to_host(leaf).reshape(-1, *leaf.shape[2:]),
+            window.stacked,
+        )
+    if _repeats(batch):
+        batch = map_leaves(lambda leaf: leaf[:1], batch)
+    return _fill_up(batch) if 0 < size_of(batch) < GROUPS else batch
+
+
+def _shapes(batch: Batch) -> list[tuple[int, ...]]:
+    return [tuple(leaf.shape[1:]) for leaf in leaves(batch)]
+
+
+def _take(batch: Batch, places: Iterable[np.ndarray]) -> list[Batch]:
     return [
         map_leaves(lambda leaf, rows=rows: leaf[rows], batch) for rows in places
     ]

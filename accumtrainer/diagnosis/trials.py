@@ -26,6 +26,7 @@ from accumtrainer.diagnosis.groups import (
     are_alike,
     groups_of,
     join,
+    large_groups_of,
     numbers_of,
     size_of,
     to_host,
@@ -145,23 +146,29 @@ class Trials:
     def judge_losses(self, window: Window) -> list[LossTrial]:
         """Find out whether losses are what they say they are.
 
-        Layers that couple rows in training alone are run as in evaluation.
+        Layers that couple rows in training alone are run as in evaluation, and
+        what shows nothing is run on more rows.
 
         Returns:
             One per loss in their order; an empty one where nobody can tell.
         """
-        groups = groups_of(window)
-        if groups is None or self._hooks.has_window_loss:
+        if self._hooks.has_window_loss:
             return []
         found: list[LossTrial] = []
-        for training in (True, False):
+        tries = itertools.product((groups_of, large_groups_of), (True, False))
+        for make_groups, training in tries:
+            groups = make_groups(window)
+            if groups is None:
+                return []
             trials = self._judge_losses(groups, training)
             if not found:
                 found = trials
             elif [t.origin for t in trials] == [t.origin for t in found]:
                 # What layers draw in training no longer hides what it is.
                 found = [
-                    settled if trial.verdict in VAGUE else trial
+                    settled
+                    if trial.verdict in VAGUE and settled.verdict != "unknown"
+                    else trial
                     for trial, settled in zip(found, trials, strict=True)
                 ]
             if found and all(trial.verdict not in VAGUE for trial in found):

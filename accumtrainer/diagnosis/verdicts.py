@@ -44,6 +44,9 @@ grows with them. `"couples"`: it couples examples. `"mixes"`: that or
 `"other"`. `"unknown"`: nobody can tell.
 """
 
+TOLD = ("right", "sum", "size")
+"""Verdicts that one model is enough to show, as one that has no zeros."""
+
 # How far, relative to the largest, values of a loss may be from adding up and
 # still do; and from how far on they do not. In between is rounding, perhaps.
 ADDS_UP_WITHIN = 5e-6
@@ -159,7 +162,7 @@ def judge_loss(
         trial = LossTrial(verdict="constant" if is_penalty else "unknown")
     if trial.verdict in ("right", "unknown"):
         other = _judge(elsewhere, is_sum, kind)
-        if trial.verdict == "unknown" and other.verdict in ("sum", "size"):
+        if trial.verdict == "unknown" and other.verdict in TOLD:
             return other
         if trial.verdict == "unknown" and other.verdict == "other":
             return replace(other, verdict="mixes")

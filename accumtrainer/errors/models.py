@@ -170,6 +170,15 @@ WRONG_DENOMINATOR = (
     "are not those of the big batch. {remedy}."
 )
 
+UNCHECKED_DENOMINATOR = (
+    "denominator='samples' should be shown to be right by a trial with some of "
+    "the data. Received: a bare scalar from {origins}, of which that shows "
+    "nothing: if it is no mean over samples, updates are not those of the big "
+    "batch. Compare them by Trainer.check_equivalence; or say "
+    "{owner}(denominator=fn) with a function of a batch that gives what it was "
+    "averaged over, which is taken without this warning."
+)
+
 NOT_A_WEIGHTED_LOSS = (
     "compute_loss must return a WeightedLoss or a dict of them by name. "
     "Received: {result!r}. Return WeightedLoss(mean, denominator), where "

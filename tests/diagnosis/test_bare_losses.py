@@ -43,6 +43,16 @@ def of_some(y, p):
     return ops.sum(counts * ops.square(y - p)) / ops.sum(counts)
 
 
+def of_few(y, p):
+    """Be 0 / 0 where several examples together have none that counts."""
+    return of_some(y[:, :1] - 0.15, p[:, :1])
+
+
+def hardest(y, p):
+    errors = ops.mean(ops.square(y - p), axis=-1)
+    return ops.mean(ops.top_k(errors, 4)[0])
+
+
 def weighted(y, p):
     return ops.sum(y * ops.square(y - p)) / ops.sum(y)
 
@@ -83,6 +93,19 @@ class Variational(layers.Layer):
     def call(self, x):
         self.add_loss(0.1 * ops.sum(ops.square(self.center)))
         return x * self.center
+
+
+class Warming(layers.Layer):
+    """Adds a mean that does not count yet."""
+
+    def build(self, shape):
+        self.coefficient = self.add_weight(
+            shape=(), initializer="zeros", trainable=False
+        )
+
+    def call(self, x):
+        self.add_loss(self.coefficient * ops.mean(ops.square(x)))
+        return x
 
 
 class Router(layers.Layer):
@@ -245,6 +268,7 @@ def test_loss_that_happens_to_be_the_same_is_no_penalty_on_weights():
 COUPLING = {
     "contrastive": lambda: (make_model(), contrastive),
     "dice": lambda: (make_model(), dice),
+    "hardest": lambda: (make_model(), hardest),
     "own contrastive": lambda: (OwnLoss(contrastive), None),
     "router": lambda: (make_model(Router(name="router")), "mse"),
     # As many as the rows that are tried, two groups of three.
@@ -274,7 +298,7 @@ def test_loss_that_couples_examples_is_not_said_to_be_a_mean(name):
 
 
 @by_both
-@pytest.mark.parametrize("name", ["contrastive", "router"])
+@pytest.mark.parametrize("name", ["contrastive", "hardest", "router"])
 def test_wrong_denominator_is_warned_of_once(name, by):
     model, loss = COUPLING[name]()
     with pytest.warns(UserWarning, match="couples examples") as caught:
@@ -282,8 +306,8 @@ def test_wrong_denominator_is_warned_of_once(name, by):
     messages = [str(warning.message) for warning in caught]
     (message,) = [m for m in messages if "denominator" in m]
     assert message.startswith("denominator='samples' must be")
-    remedies = {"contrastive": "a WindowLossTrainer", "router": "leave it out"}
-    assert remedies[name] in message.replace("Leave", "leave")
+    remedy = "leave it out" if name == "router" else "a WindowLossTrainer"
+    assert remedy in message.replace("Leave", "leave")
 
 
 RIGHT = {
@@ -292,6 +316,7 @@ RIGHT = {
     "sampling": (lambda: (make_model(Sampling()), "mse"), "samples"),
     "dropout": (lambda: (make_model(layers.Dropout(0.3)), mean), "samples"),
     "penalty": (lambda: (make_model(Variational()), "mse"), "samples"),
+    "warming": (lambda: (make_model(Warming()), "mse"), "samples"),
     "noise": (lambda: (make_model(layers.GaussianNoise(0.3)), mean), "samples"),
     "statistics": (
         lambda: (make_model(layers.BatchNormalization()), mean),
@@ -332,13 +357,14 @@ def test_sum_is_told_from_a_mean(make, remedy):
         train(*make(), denominator="samples")
 
 
-def test_mean_over_something_else_is_told_from_one_over_samples():
-    message = refusal(make_model(), of_some)
+@pytest.mark.parametrize("loss", [of_some, of_few])
+def test_mean_over_something_else_is_told_from_one_over_samples(loss):
+    message = refusal(make_model(), loss)
     assert "is a mean over something else, such as tokens" in message
     assert "Say Trainer(denominator=fn)" in message
     assert "denominator='samples'" not in message
     with pytest.warns(UserWarning, match="is a mean over something else"):
-        train(make_model(), of_some, denominator="samples")
+        train(make_model(), loss, denominator="samples")
 
 
 def test_several_bare_scalars_are_told_apart():
@@ -418,8 +444,22 @@ def test_trial_that_shows_nothing_leaves_all_remedies_open():
         trainer.fit(X, np.full_like(Y, np.nan), batch_size=6, verbose=0)
     message = str(caught.value)
     assert "A trial" not in message
+    assert message.count("Say Trainer(denominator=fn)") == 1  # the first of all
     assert "denominator='samples') if it is a mean over samples" in message
     assert "WindowLossTrainer" in message
+
+
+@by_both
+def test_samples_that_no_trial_can_check_are_warned_of_once(by):
+    options = {"loss": dice_of_empty_masks, "by": by}
+    with pytest.warns(UserWarning, match="should be shown") as caught:
+        train(make_model(), denominator="samples", **options)
+    messages = [str(warning.message) for warning in caught]
+    (message,) = [m for m in messages if "denominator" in m]
+    assert "from the loss 'dice_of_empty_masks', of which" in message
+    assert f"say {by}(denominator=fn)" in message
+    options["denominator"] = lambda batch: ops.shape(batch.y)[0]
+    train(make_model(), **options)  # warnings are errors
 
 
 def test_one_micro_batch_per_update_needs_no_denominator():
