@@ -160,7 +160,7 @@ def judge_loss(
         is_moved = abs(one - two) > LEAST_SPREAD * max(abs(one), abs(two))
         is_penalty = other.verdict == "constant" and is_moved
         trial = LossTrial(verdict="constant" if is_penalty else "unknown")
-    if trial.verdict in ("right", "unknown"):
+    if trial.verdict in ("right", "size", "unknown"):
         other = _judge(elsewhere, is_sum, kind)
         if trial.verdict == "unknown" and other.verdict in TOLD:
             return other

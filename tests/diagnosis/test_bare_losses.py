@@ -99,9 +99,7 @@ class Warming(layers.Layer):
     """Adds a mean that does not count yet."""
 
     def build(self, shape):
-        self.coefficient = self.add_weight(
-            shape=(), initializer="zeros", trainable=False
-        )
+        self.coefficient = self.add_weight((), "zeros", trainable=False)
 
     def call(self, x):
         self.add_loss(self.coefficient * ops.mean(ops.square(x)))
@@ -268,7 +266,6 @@ def test_loss_that_happens_to_be_the_same_is_no_penalty_on_weights():
 COUPLING = {
     "contrastive": lambda: (make_model(), contrastive),
     "dice": lambda: (make_model(), dice),
-    "hardest": lambda: (make_model(), hardest),
     "own contrastive": lambda: (OwnLoss(contrastive), None),
     "router": lambda: (make_model(Router(name="router")), "mse"),
     # As many as the rows that are tried, two groups of three.
@@ -298,7 +295,7 @@ def test_loss_that_couples_examples_is_not_said_to_be_a_mean(name):
 
 
 @by_both
-@pytest.mark.parametrize("name", ["contrastive", "hardest", "router"])
+@pytest.mark.parametrize("name", ["contrastive", "router"])
 def test_wrong_denominator_is_warned_of_once(name, by):
     model, loss = COUPLING[name]()
     with pytest.warns(UserWarning, match="couples examples") as caught:
@@ -429,12 +426,9 @@ def test_examples_that_are_alike_do_not_make_a_mean_couple_them():
     alike, model = np.tile([0, 0, 0, 1], 2), make_model()
     model.compile("sgd", weighted)
     options = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    options["callbacks"] = [GradientAccumulation(2)]
     with pytest.raises(ValueError, match="must say what") as caught:
-        model.fit(
-            *(X[alike], Y[alike]),
-            callbacks=[GradientAccumulation(2)],
-            **options,
-        )
+        model.fit(X[alike], Y[alike], **options)
     assert "a mean over something else" in str(caught.value)
 
 
@@ -447,6 +441,12 @@ def test_trial_that_shows_nothing_leaves_all_remedies_open():
     assert message.count("Say Trainer(denominator=fn)") == 1  # the first of all
     assert "denominator='samples') if it is a mean over samples" in message
     assert "WindowLossTrainer" in message
+
+
+@by_both
+def test_samples_are_warned_of_where_a_loss_needs_many(by):
+    with pytest.warns(UserWarning, match="must be what .* 'hardest', which"):
+        train(make_model(), hardest, denominator="samples", by=by)
 
 
 @by_both
