@@ -26,8 +26,15 @@ IS_JAX = keras.backend.backend() == "jax"
 ACTIVITY_LOSSES_ARE_MEANS = True
 """Whether activity regularizers are divided by the batch size."""
 
-device = keras.device
-"""Makes a scope in which tensors are put on a device, such as `"cpu"`."""
+
+def looking_up_anything() -> contextlib.AbstractContextManager[None]:
+    """Make a scope in which what is not in a table may be looked up.
+
+    On PyTorch a process that has done so on a CUDA device has lost that, so
+    tensors are put on the CPU there. JAX would compile anew for that.
+    """
+    is_torch = keras.backend.backend() == "torch"
+    return keras.device("cpu") if is_torch else contextlib.nullcontext()
 
 
 def keras_mask(tensor: Tensor) -> Tensor | None:

@@ -101,12 +101,8 @@ tree = SimpleNamespace(
 """The functions of `keras.tree` that the package uses."""
 
 
-def device(name: str) -> contextlib.AbstractContextManager[None]:
-    """Make a scope like `keras.device`, which Keras Core lacks: of no effect.
-
-    Args:
-        name: device that tensors would be put on.
-    """
+def looking_up_anything() -> contextlib.AbstractContextManager[None]:
+    """Make a scope that Keras Core does without, as PyTorch alone needs it."""
     return contextlib.nullcontext()
 
 

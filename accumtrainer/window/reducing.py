@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from accumtrainer.keras_api import device, keras, ops, tree
+from accumtrainer.keras_api import keras, looking_up_anything, ops, tree
 from accumtrainer.keras_api.types import Nest, Tensor
 from accumtrainer.window.state import Scratch
 
@@ -86,12 +86,11 @@ def _differs(loss: Any, y_true: Nest, y_pred: Nest) -> bool:
                 ]
                 for _ in range(2)
             ]
-            # A CUDA device is lost to a process that has looked up there what
-            # is not in a table, as a label of no class.
-            scope = contextlib.nullcontext() if place < 2 else device("cpu")
+            is_label = place > 1  # and perhaps one of no class
+            scope = looking_up_anything if is_label else contextlib.nullcontext
             # A loss need not be defined for numbers that it is not made for.
             ignored = np.errstate(all="ignore")
-            with contextlib.suppress(Exception), ignored, scope:
+            with contextlib.suppress(Exception), ignored, scope():
                 if _differs_with(loss, *parts):
                     return True
     return False
