@@ -223,8 +223,7 @@ class Hooks:
             info: `info.training` is a Python bool.
 
         Returns:
-            `WeightedLoss`, or a dict of them by name, which are added up, and
-            logged by name unless the only one is called `"loss"`.
+            `WeightedLoss`, or a dict of them by name, which are added up.
             Losses of several outputs that share a name are numbered in it.
         """
         mode = self._context.mode(training=info.training)

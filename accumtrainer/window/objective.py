@@ -387,8 +387,8 @@ def _as_losses(result: Any) -> list[WeightedLoss]:
                 "give what you divided by as the denominator; or give None, "
                 "to descend the sum, as a tape does that is given such a loss."
             )
-    if list(result) == ["loss"]:  # the total says it all
-        return [replace(result["loss"], name=None)]
+    if len(result) == 1:  # the total says it all
+        return [replace(loss, name=None) for loss in result.values()]
     return [
         replace(loss, name=name if loss.name is None else loss.name)
         for name, loss in result.items()
