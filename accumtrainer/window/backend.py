@@ -8,7 +8,7 @@ with `None` where a part is missing.
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -34,14 +34,6 @@ def recipe_of(parts: Sequence[Any], given: Sequence[Recipe]) -> Recipe:
     if None in given:
         return None
     return UNKNOWN if UNKNOWN in given else hash((*parts, *given))
-
-
-def nothing_of(shape: Iterable[int | None]) -> Recipe:
-    """Tell what 0 in the program makes of what it multiplies: zeros.
-
-    Nothing of a batch is in them, nor in their gradient.
-    """
-    return recipe_of(("zeros", *shape), [])
 
 
 class Replicas:

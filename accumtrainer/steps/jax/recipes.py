@@ -12,7 +12,6 @@ from accumtrainer.window.backend import (
     MAX_COMPARED,
     UNKNOWN,
     Recipe,
-    nothing_of,
     recipe_of,
 )
 
@@ -50,8 +49,6 @@ def _recipes(
 def _made_by(equation: Any, given: list[Recipe]) -> list[Recipe]:
     """Tell how the results of an operation are computed."""
     name, results = equation.primitive.name, len(equation.outvars)
-    if name == "mul" and any(map(_is_zero, equation.invars)):
-        return [nothing_of(equation.outvars[0].aval.shape)]
     # What asks the host may be told anything, and gradients of one's own be
     # computed with the size of the batch.
     if "callback" in name or "custom_vjp" in name:
@@ -69,11 +66,6 @@ def _made_by(equation: Any, given: list[Recipe]) -> list[Recipe]:
     if recipe is None and within and results > 1:
         recipe = UNKNOWN
     return [recipe_of((place,), [recipe]) for place in range(results)]
-
-
-def _is_zero(value: Any) -> bool:
-    """Whether a value is 0 in the program itself, no matter what is read."""
-    return isinstance(value, Literal) and not np.any(value.val)
 
 
 def _programs_in(params: dict[str, Any]) -> Iterator[Any]:

@@ -2,14 +2,11 @@
 
 from typing import Any
 
-import tensorflow as tf
-
 from accumtrainer.keras_api.types import Tensor
 from accumtrainer.window.backend import (
     MAX_COMPARED,
     UNKNOWN,
     Recipe,
-    nothing_of,
     recipe_of,
 )
 
@@ -56,8 +53,6 @@ def _recipe(operation: Any, given: list[Recipe]) -> Recipe:
     calls = any(
         value.HasField("func") or value.list.func for _, value in attributes
     )
-    if operation.type == "Mul" and any(map(_is_zero, operation.inputs)):
-        return nothing_of(operation.outputs[0].shape)
     has_own_gradient = "_gradient_op_type" in operation.node_def.attr
     if has_own_gradient or (calls and None in given):
         return UNKNOWN
@@ -69,12 +64,6 @@ def _recipe(operation: Any, given: list[Recipe]) -> Recipe:
     ]
     places = [i.value_index for i in operation.inputs]
     return recipe_of((operation.type, *texts, *places), given)
-
-
-def _is_zero(tensor: Any) -> bool:
-    """Whether a tensor is a scalar 0 in the graph itself, whatever is read."""
-    is_scalar = tensor.op.type == "Const" and tensor.shape.rank == 0
-    return is_scalar and not tf.get_static_value(tensor)
 
 
 def _of_constant(value: Any) -> int:

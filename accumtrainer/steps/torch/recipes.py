@@ -9,12 +9,7 @@ import torch
 
 from accumtrainer.keras_api.types import Nest
 from accumtrainer.steps.torch.schemas import arguments_changed_by
-from accumtrainer.window.backend import (
-    MAX_COMPARED,
-    Recipe,
-    nothing_of,
-    recipe_of,
-)
+from accumtrainer.window.backend import MAX_COMPARED, Recipe, recipe_of
 
 MADE_BY_SHAPE = {
     *("ones_like", "zeros_like", "full_like", "empty_like"),
@@ -47,8 +42,6 @@ class Recipes:
             parts += [str((result.shape, result.dtype))]
             read_from = leaves[1:]
         recipe = recipe_of(parts, [self.of(leaf) for leaf in read_from])
-        if _name_of(function) == "mul" and any(map(_is_zero, leaves)):
-            recipe = nothing_of(result.shape)
         read = {t.untyped_storage() for t in _tensors_in(leaves)}
         for tensor in _tensors_in(arguments_changed_by(function, args, kwargs)):
             self._known[tensor.untyped_storage()] = recipe
@@ -78,11 +71,6 @@ def _bytes_of(tensor: Any) -> bytes:
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
     # To ask for an array would count as a layer's asking.
     return ctypes.string_at(flat.data_ptr(), flat.numel())
-
-
-def _is_zero(leaf: Any) -> bool:
-    """Whether an argument is the number 0 itself, and no tensor of it."""
-    return isinstance(leaf, (int, float)) and leaf == 0
 
 
 def _name_of(function: Any) -> str:
