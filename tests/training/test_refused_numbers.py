@@ -168,31 +168,9 @@ def test_numbers_that_keras_refuses_are_not_trained_on(function):
         model.fit(BAD, BAD[:, :1], batch_size=8, verbose=0)
 
 
-@pytest.mark.parametrize("size", [2, 3], ids=["fused", "streamed"])
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x, _: whole(x) // (tf.shape(x)[1] - x.shape[1]),
-        lambda x, _: whole(x) % tf.stack([tf.size(x[0]), 0, 1])[1],
-        lambda x, _: whole(x) ** -tf.shape(x)[1],
-        lambda x, _: whole(x) // 0,
-    ],
-    ids=["difference", "part", "power", "constant"],
-)
-def test_numbers_that_sizes_decide_are_refused_as_data_are(function, size):
-    model = make_model(function)
-    with pytest.raises(tf.errors.OpError):
-        train(model, X, size)
-    with pytest.raises(tf.errors.OpError):
-        model.fit(X, X[:, :1], batch_size=8, verbose=0)
-
-
 TAKEN = {
     "divided by a constant": lambda x, _: whole(x) // 3 + whole(x) % 3,
     "divided by a size": lambda x, _: whole(x) // tf.shape(x)[0],
-    "divided by less": lambda x, _: (
-        whole(x) // -tf.shape(x)[1] + 2 ** (tf.shape(x)[1] - tf.size(x[0]))
-    ),
     "floats": lambda x, _: 10 // (x + 1) + 10 % (x + 1) + 2**x,
     "a square": lambda x, _: whole(x) ** 2,
     "a random choice": lambda x, _: keras.random.randint([3], 0, 9),

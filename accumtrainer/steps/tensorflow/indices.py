@@ -319,34 +319,7 @@ def is_unseen_by_xla(operation: Any) -> bool:
         single = node.attr[SINGLE].i
         parts = enumerate(values[0].op.inputs)
         values = [part for axis, part in parts if single >> axis & 1]
-    if node.op in OF_INTEGERS:
-        known = [_value_of(value) for value in values]
-        is_refused = np.less if node.op == "Pow" else np.equal
-        return any(v is None or np.any(is_refused(v, 0)) for v in known)
     return any(map(is_of_data, values))
-
-
-def _value_of(tensor: Tensor) -> np.ndarray | None:
-    """Compute what constants and sizes decide, `None` for all else."""
-    known = tf.get_static_value(tensor)
-    if known is None and not is_of_data(tensor):
-        name = tensor.op.name
-        definition = tf.compat.v1.graph_util.extract_sub_graph(
-            tensor.graph.as_graph_def(), [name]
-        )
-        if not any(node.op in SIZES for node in definition.node):
-            known = _computed(definition, tensor.name)
-    return known
-
-
-def _computed(definition: Any, name: str) -> np.ndarray:
-    """Compute a tensor of a graph that has nothing but constants."""
-    compute = tf.function(
-        functools.partial(tf.graph_util.import_graph_def, definition),
-        autograph=False,
-    )
-    with tf.init_scope():
-        return compute(return_elements=[name])[0].numpy()
 
 
 def _unseen(node: Any) -> tuple[int, ...]:
