@@ -77,6 +77,32 @@ def test_generator_outside_is_drawn_from_by_validations(options):
     assert read(generator.state)[1] >= 16  # one for each micro-batch
 
 
+@leaves_data_unended
+@pytest.mark.skipif(
+    keras.backend.backend() == "tensorflow",
+    reason="Keras's fit takes batches of one kind from a generator there",
+)
+def test_what_a_callback_assigns_holds_where_batches_of_another_kind_follow():
+    generator = keras.random.SeedGenerator(7)
+
+    def batches():
+        for number in range(4):
+            weights = (np.ones([4], "float32"),) if number >= 2 else ()
+            yield X[:4], Y[:4], *weights
+
+    make_noisy(generator).fit(
+        batches(),
+        steps_per_epoch=4,
+        callbacks=[
+            GradientAccumulation(2),
+            After(lambda: generator.state.assign([7, 100])),
+        ],
+        shuffle=False,
+        verbose=0,
+    )
+    assert 100 < read(generator.state)[1] < 110
+
+
 def test_states_of_a_recurrent_layer_are_there_for_validations():
     inputs = keras.Input(batch_shape=(4, 3, 1))
     layer = keras.layers.SimpleRNN(1, stateful=True)

@@ -250,8 +250,9 @@ class Holder:
         self._elsewhere.update(self._shared)
 
     def write_shared(self) -> None:
-        """Make those variables current, and go on holding all arrays."""
-        for position, array in self._shared.items():
+        """Make those variables current, once, and go on holding all arrays."""
+        shared, self._shared = self._shared, {}
+        for position, array in shared.items():
             if self.arrays[position] is not array:
                 self.variables[position].assign(self.arrays[position])
 
