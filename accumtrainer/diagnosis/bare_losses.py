@@ -259,7 +259,10 @@ REMEDIES = {
 }
 """What to do about it, by verdict."""
 
-_ADDED = "leave it out, by a coefficient of 0 if its layer has one"
+_ADDED = (
+    "leave it out; if that is by a coefficient of 0 of its layer, say "
+    "denominator='samples' too"
+)
 """In place of `_WINDOW`, which does not see what layers add."""
 
 SUMS = {
