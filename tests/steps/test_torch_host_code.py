@@ -286,6 +286,25 @@ def test_what_is_made_once_for_each_shape_is_recorded(kind, monkeypatch):
     assert 0 < one < len(graphs)
 
 
+class AddingLoss(Caching):
+    """Adds a loss too, which is tried on more examples."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        self.add_loss(0.01 * self.scale**2)
+        return super().call(x)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_what_is_made_for_a_shape_beside_a_loss_is_recorded(kind, monkeypatch):
+    model = make_model(AddingLoss(*CACHES[kind]))
+    graphs = note_graphs(monkeypatch)
+    Trainer(model, accumulation=2).train_on_batch(X[:8], Y[:8])
+    assert graphs
+
+
 def lengthen_list(kept):
     kept.own.append(np.ones(2))
     return len(kept.own)

@@ -193,7 +193,8 @@ class TorchBackend(Backend):
             for variable in trial.changed():
                 variable.assign(variable.value.clone())
             scope.assign()
-        self._keeps_numbers = self._keeps_numbers or bool(numbers)
+        if made is not None:  # else a table for a shape is among them
+            self._keeps_numbers = self._keeps_numbers or bool(numbers)
 
     def compile(
         self,
