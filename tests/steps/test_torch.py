@@ -343,6 +343,60 @@ def test_optimizers_may_keep_one_of_torch_for_other_tensors():
     assert trainer.progress.updates == 2
 
 
+def rate_of_scheduler(model):
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    by = torch.optim.lr_scheduler.ExponentialLR(inner, 0.9)
+    return keras.optimizers.SGD(lambda: by.get_last_lr()[0])
+
+
+class ByScheduler(keras.optimizers.schedules.LearningRateSchedule):
+    """Makes a scheduler of PyTorch where it is first asked."""
+
+    by = None
+
+    def __call__(self, step):
+        if self.by is None:
+            inner = torch.optim.SGD([torch.zeros(1)], lr=0.05)
+            self.by = torch.optim.lr_scheduler.LambdaLR(inner, lambda k: 1.0)
+        return self.by.get_last_lr()[0]
+
+
+class ByDummy(keras.optimizers.SGD):
+    """Reads a number of an optimizer of PyTorch that it makes late."""
+
+    dummy = None
+
+    def update_step(self, gradient, variable, learning_rate):
+        if self.dummy is None:
+            self.dummy = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+        rate = learning_rate * self.dummy.param_groups[0]["lr"]
+        super().update_step(gradient, variable, rate)
+
+
+FOR_A_NUMBER = {
+    "rate of a scheduler": rate_of_scheduler,
+    "schedule with a scheduler": lambda _: keras.optimizers.SGD(ByScheduler()),
+    "number of a dummy": lambda _: ByDummy(0.1),
+}
+
+
+@pytest.mark.parametrize("kind", FOR_A_NUMBER)
+def test_optimizers_may_read_a_number_of_one_of_torch(kind, recorded):
+    def weights(by):
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input([5]), layers.Dense(1)])
+        model.compile(FOR_A_NUMBER[kind](model), "mse")
+        for _ in range(2):
+            by(model).train_on_batch(X, X[:, :1])
+        return model.get_weights()
+
+    expected = weights(lambda model: model)
+    assert not recorded
+    for one, other in zip(weights(Trainer), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+    assert recorded
+
+
 @pytest.mark.parametrize("run_eagerly", [False, True])
 @pytest.mark.parametrize("by_callback", [False, True])
 @pytest.mark.parametrize("kind", [HandingOn, Lazily, ByHelper])
@@ -360,6 +414,9 @@ def test_optimizers_that_hand_gradients_to_torch_are_refused(
         else:
             Trainer(model).fit(X, X[:, :3], **how)
     if kind is Lazily:
-        return  # it is there only once an update was made
+        # It is there only once an update was made.
+        with pytest.raises(ValueError, match=f"{kind.__name__}, which"):
+            Trainer(model).fit(X, X[:, :3], batch_size=12, verbose=0)
+        return
     for weight, one in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(weight, one)

@@ -139,9 +139,16 @@ def objects_of(owners: list[Any]) -> list[Any]:
     return [value for value, _ in _walk(owners) if _is_of_users(value)]
 
 
-def opened_of(owners: list[Any], kind: type) -> list[Any]:
-    """List what is opened and of a class, each object once."""
-    return [value for value, _ in _walk(owners) if isinstance(value, kind)]
+def opened_of(owners: list[Any], kind: type, closed: Any) -> list[Any]:
+    """List what is opened and of a class, each object once.
+
+    Args:
+        owners: what is opened.
+        kind: the class.
+        closed: what is not opened.
+    """
+    walk = _walk(owners, {id(closed)})
+    return [value for value, _ in walk if isinstance(value, kind)]
 
 
 def _is_of_users(value: Any) -> bool:
@@ -161,14 +168,20 @@ def _is_of_users(value: Any) -> bool:
     return has_attributes and not _is_known(kind.__module__)
 
 
-def _walk(owners: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
+def _walk(
+    owners: list[Any], closed: Iterable[int] = ()
+) -> Iterator[tuple[Any, list[Any]]]:
     """Open objects, what they keep, and so on.
+
+    Args:
+        owners: where it begins.
+        closed: ids of objects that stay closed.
 
     Yields:
         Pairs: what is opened, or `None`, and what stands for it.
     """
     kinds: dict[type, Any] = {}
-    known: set[int] = set()
+    known = set(closed)
     left: list[Any] = [owners]
     while left:
         value = left.pop()
