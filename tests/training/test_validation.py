@@ -271,6 +271,7 @@ def test_evaluation_and_prediction_are_sliced_with_the_same_results(size):
         run_eagerly=True,
     )
     sliced.predict(X[:1], verbose=0)
+    sliced.evaluate(X[:1], Y[:1], verbose=0)  # looks at twice as many rows
     whole, _ = make_trainer(metrics=["mae"])
     whole.model.set_weights(weights_of(sliced.model))
     rows.clear()
