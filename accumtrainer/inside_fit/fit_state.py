@@ -127,11 +127,12 @@ class HandedState:
 
     def unsettle(self) -> None:
         """See `FitState`."""
+        state = self._state
         if self._is_settled:
-            state = self._state
             self._holder.write_shared()
-            self.leave()
-            self._receive(state)
+        # Or else, as `fit` has handed over anew, what the holder has is old.
+        self.leave()
+        self._receive(state)
 
     def leave(self) -> None:
         """See `FitState`."""

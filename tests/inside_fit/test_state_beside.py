@@ -82,21 +82,31 @@ def test_generator_outside_is_drawn_from_by_validations(options):
     keras.backend.backend() == "tensorflow",
     reason="Keras's fit takes batches of one kind from a generator there",
 )
-def test_what_a_callback_assigns_holds_where_batches_of_another_kind_follow():
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"run_eagerly": True, "jit_compile": False}]
+)
+def test_what_a_callback_assigns_holds_where_batches_of_another_kind_follow(
+    options, looks
+):
     generator = keras.random.SeedGenerator(7)
+    model = make_noisy(generator, **options)
 
     def batches():
         for number in range(4):
             weights = (np.ones([4], "float32"),) if number >= 2 else ()
             yield X[:4], Y[:4], *weights
 
-    make_noisy(generator).fit(
+    def assign():
+        generator.state.assign([7, 100])
+        if looks:  # so that `fit` hands its state over once more
+            after.model.get_weights()
+
+    after = After(assign)
+    model.fit(
         batches(),
         steps_per_epoch=4,
-        callbacks=[
-            GradientAccumulation(2),
-            After(lambda: generator.state.assign([7, 100])),
-        ],
+        callbacks=[GradientAccumulation(2), after],
         shuffle=False,
         verbose=0,
     )
