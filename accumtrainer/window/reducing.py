@@ -69,64 +69,71 @@ def _differs(loss: Any, y_true: Nest, y_pred: Nest) -> bool:
     """Whether it does with one of the kinds of numbers, tried in turn."""
     rng = np.random.default_rng(0)
     with contextlib.suppress(Exception), Scratch([]), _changing_copies(loss):
-        lengths = [
-            [_lengths(tensor) for tensor in tree.flatten(nest)]
-            for nest in (y_true, y_pred)
+        sizes = [
+            math.prod(_lengths(tensor))
+            for tensor in tree.flatten([y_true, y_pred])
         ]
-        most = max(map(math.prod, lengths[0] + lengths[1]))
-        if most > MOST_NUMBERS:
+        if max(sizes) > MOST_NUMBERS:
             return False
         # A label should come in some examples, where they have few numbers.
-        count = 16 if most <= 256 else 2
-        for place, kinds in enumerate(_kinds(*lengths)):
+        count = 16 if max(sizes) <= 2**12 else 2
+        widths = [(_lengths(t) or [1])[-1] for t in tree.flatten(y_pred)]
+        for place, kinds in enumerate(_kinds(widths)):
             parts = [
                 [
-                    tree.map_structure(partial(_draw, rng, kind, count), nest)
+                    tree.map_structure(
+                        partial(_draw, rng, kind, share, count), nest
+                    )
                     for kind, nest in zip(kinds, (y_true, y_pred), strict=True)
                 ]
-                for _ in range(2)
+                for share in (0.3, 0.6)
             ]
             is_label = place > 1  # and perhaps one of no class
             scope = looking_up_anything if is_label else contextlib.nullcontext
+            may_miss = place >= WITHIN
             # A loss need not be defined for numbers that it is not made for.
             ignored = np.errstate(all="ignore")
             with contextlib.suppress(Exception), ignored, scope():
-                if _differs_with(loss, *parts):
+                if _differs_with(loss, *parts, may_miss=may_miss):
                     return True
     return False
 
 
 class _Numbers(NamedTuple):
-    """A range of numbers to draw from, or of whole ones between them."""
+    """A range of numbers to draw from, or of whole ones between them.
+
+    Some are a mask instead, if there is one.
+    """
 
     low: float
     high: float
     are_whole: bool = False
+    mask: int | None = None
 
 
-def _kinds(
-    of_targets: list[list[int]], of_outputs: list[list[int]]
-) -> list[tuple[_Numbers, _Numbers]]:
+WITHIN = 5
+"""So many kinds of targets, the first, are found within an example's output."""
+
+
+def _kinds(widths: list[int]) -> list[tuple[_Numbers, _Numbers]]:
     """List which numbers a loss is tried with, as targets and as outputs.
 
-    Where targets have other axes than outputs they may be labels, which are
-    looked up in an output. Those of no class would be found in another example.
+    Labels are tried alone and beside a mask that is none, as a loss may look
+    them up in a row of all outputs, and count what is masked.
 
     Args:
-        of_targets: sizes of the axes of an example, of each tensor.
-        of_outputs: the same of outputs.
+        widths: sizes of the outputs' last axes.
     """
-    widths = [(lengths or [1])[-1] for lengths in of_outputs]
     shares = _Numbers(0.05, 0.95)
     signed = _Numbers(-3.0, 3.0)
     above_one = _Numbers(1.05, 3.0)
     below_one_in_sum = _Numbers(0.0, 1 / max(widths))
-    kinds = [(shares, shares), (_Numbers(-0.5, 1.5, True), shares)]
-    if of_targets != of_outputs and max(widths) > 1:
-        labels = _Numbers(-0.5, min(widths) - 0.5, True)
-        return kinds + [(labels, of) for of in (shares, signed, above_one)]
+    labels = _Numbers(-0.5, min(widths) - 0.5, True)
     return [
-        *kinds,
+        (shares, shares),
+        (_Numbers(-0.5, 1.5, True), shares),
+        *((labels, of) for of in (shares, signed, above_one)),  # all `WITHIN`
+        *((labels._replace(mask=mask), shares) for mask in (-1, -100, 255)),
         (_Numbers(-1.5, 9.5, True), shares),  # classes, -1 where unlabelled
         (_Numbers(-0.5, 255.5, True), shares),  # pixels
         (signed, signed),
@@ -136,16 +143,32 @@ def _kinds(
 
 
 def _draw(
-    rng: np.random.Generator, numbers: _Numbers, count: int, tensor: Tensor
+    rng: np.random.Generator,
+    numbers: _Numbers,
+    share: float,
+    count: int,
+    tensor: Tensor,
 ) -> np.ndarray:
-    """Draw some examples of the shape of a tensor's."""
+    """Draw some examples of the shape of a tensor's, a share of them masked."""
     shape = [count, *_lengths(tensor)]
     drawn = rng.uniform(numbers.low, numbers.high, shape)
-    return np.round(drawn, 0 if numbers.are_whole else 9)
+    drawn = np.round(drawn, 0 if numbers.are_whole else 9)
+    if numbers.mask is not None:
+        masked = rng.permutation(drawn.size)[: int(share * drawn.size)]
+        drawn.flat[masked] = numbers.mask
+    return drawn
 
 
-def _differs_with(loss: Any, one: list[Nest], other: list[Nest]) -> bool:
-    """Whether f(A) + f(B) is not f(A, B)."""
+def _differs_with(
+    loss: Any, one: list[Nest], other: list[Nest], *, may_miss: bool
+) -> bool:
+    """Whether f(A) + f(B) is not f(A, B).
+
+    Args:
+        may_miss: whether targets may be looked up in outputs of a neighbour,
+            as they are no labels. So it does not count if it differs with the
+            order of examples, too.
+    """
     batches = [(one,), (other,), (one, other)]
     totals = [_total(loss, *batch) for batch in batches]
     difference = abs(totals[0] + totals[1] - totals[2])
@@ -160,6 +183,13 @@ def _differs_with(loss: Any, one: list[Nest], other: list[Nest]) -> bool:
         for y_true, y_pred in (one, other)
     ]
     allowed += 10 * abs(_total(loss, *moved) - totals[2])
+    if may_miss:
+        turned = [
+            tree.map_structure(lambda numbers: numbers[::-1], part)
+            for part in (other, one)
+        ]
+        if abs(_total(loss, *turned) - totals[2]) > allowed:
+            return False
     # Where it draws, they are others again.
     return difference > allowed and totals == [
         _total(loss, *batch) for batch in batches

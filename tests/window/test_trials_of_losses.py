@@ -10,7 +10,7 @@ import pytest
 
 from accumtrainer import Trainer
 from accumtrainer.callbacks import GradientAccumulation
-from accumtrainer.keras_api import keras, ops
+from accumtrainer.keras_api import BACKEND, keras, ops
 from accumtrainer.window import reducing
 
 pytestmark = pytest.mark.usefixtures("without_xla")
@@ -72,6 +72,53 @@ def of_class(y, p):
     return -ops.take(scores, rows + ops.cast(y, "int32"))
 
 
+def of_class_by_share_of_known(mask):
+    """Make a mean over labels that are not masked, as a mean in a batch."""
+
+    def loss(y, p):
+        is_known = ops.not_equal(y, mask)
+        values = of_class(ops.where(is_known, y, 0), p)
+        is_known = ops.cast(is_known, p.dtype)
+        return values * is_known / ops.mean(is_known)
+
+    return loss
+
+
+def of_action(y, p):
+    """Look up an action in outputs of all examples; its return is beside it."""
+    rows = ops.arange(ops.shape(p)[0]) * ops.shape(p)[1]
+    places, values = rows + ops.cast(y[:, 0], "int32"), ops.reshape(p, [-1])
+    # TensorFlow has no indices that are tensors.
+    is_taken = BACKEND == "tensorflow"
+    values = ops.take(values, places) if is_taken else values[places]
+    return ops.square(values - y[:, 1])
+
+
+def of_action_if_known(y, p):
+    return ops.where(y[:, 0] < 0, 0.0, of_action(y, p))
+
+
+def of_action_by_share_of_known(y, p):
+    is_known = ops.cast(y[:, :1] >= 0, p.dtype)
+    values = of_action(ops.maximum(y, 0), p) * is_known[:, 0]
+    return values / ops.mean(is_known)
+
+
+def of_places(y, p):
+    """Look up places in rows of outputs, of which 255 is none."""
+    is_known = y < 255
+    rows = ops.arange(ops.shape(p)[0])[:, None] * ops.shape(p)[1]
+    places = rows + ops.cast(ops.where(is_known, y, 0), "int32")
+    values = ops.take(ops.reshape(p, [-1]), places)
+    return ops.sum(ops.where(is_known, ops.square(values - 1), 0), axis=-1)
+
+
+def of_unlabelled_by_mean(y, p):
+    """Compare outputs of what is unlabelled with what they are on average."""
+    squares = ops.square(p - ops.mean(p, axis=0))
+    return ops.where(ops.equal(y, -1), ops.mean(squares, axis=-1), 0)
+
+
 def by_iou(y, p):
     """Divide by what is all but zero with numbers of both signs."""
     shared, of_targets, of_outputs = (
@@ -109,7 +156,7 @@ class Own(keras.losses.Loss):
 
 
 ROWS = {"labels": (24,), "column": (24, 1), "columns": (24, 3)}
-ROWS["images"] = (24, 16, 16, 3)
+ROWS |= {"pairs": (24, 2), "classes": (24, 9000), "images": (24, 16, 16, 3)}
 
 
 @pytest.mark.parametrize(
@@ -125,6 +172,16 @@ ROWS["images"] = (24, 16, 16, 3)
         (by_size_beside_a_constant, "columns", "columns", True),
         (of_one_class_by_share, "labels", "columns", True),
         (of_class, "labels", "columns", False),
+        (of_class_by_share_of_known(-1), "labels", "columns", True),
+        (of_class_by_share_of_known(-100), "labels", "columns", True),
+        (of_class_by_share_of_known(255), "labels", "columns", True),
+        (of_class_by_share_of_known(-1), "labels", "classes", True),
+        (of_unlabelled_by_mean, "labels", "columns", True),
+        (of_action, "pairs", "pairs", False),
+        (of_action, "pairs", "columns", False),
+        (of_action_if_known, "pairs", "pairs", False),
+        (of_action_by_share_of_known, "pairs", "pairs", True),
+        (of_places, "columns", "columns", False),
         (by_iou, "images", "images", False),
         (by_table, "column", "column", False),
         (of_labelled, "columns", "columns", False),
