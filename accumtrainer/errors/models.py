@@ -445,10 +445,12 @@ NOT_WITH_A_WINDOW_LOSS = (
 )
 
 NOT_TRACKED = (
-    "A variable that hooks or layers write to must be part of the training, or "
-    "nothing saves it and a skipped update does not put it back. Received: a "
-    "write to {variable!r}, which is neither the model's nor tracked. Call "
-    "self.track(...) on it before training."
+    "A variable that hooks, layers or losses write to must be part of the "
+    "training, or nothing saves it and a skipped update does not put it back. "
+    "Received: a write to {variable!r}, which is neither the model's nor "
+    "tracked. Make it an attribute of the model or of one of its layers before "
+    "they are built; or, with a Trainer, call self.track(...) on it before "
+    "training."
 )
 
 UNREAD_RESULTS = (

@@ -167,3 +167,22 @@ def test_windows_go_on_from_what_a_callback_makes_of_a_variable_outside():
     np.testing.assert_allclose(
         model.get_weights()[0], twin.get_weights()[0], rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("is_the_models", [False, True])
+def test_variable_that_a_loss_writes_has_to_be_the_models(is_the_models):
+    count = keras.Variable(0.0, trainable=False, name="count")
+
+    def loss(y, p):
+        count.assign(count + 1.0)
+        return ops.mean(ops.square(y - p), axis=-1)
+
+    model = make_model(lambda x: x)
+    model.compile("sgd", loss, jit_compile=JIT_COMPILE)
+    if is_the_models:
+        model.count = count
+        fit(model)
+        assert read(count) == 4.0
+    else:
+        with pytest.raises(ValueError, match="an attribute of the model"):
+            fit(model)
