@@ -161,6 +161,14 @@ KEPT = {
         lambda kept: 2.0 if kept.is_set() else 1.0,
         lambda kept: kept.set(),
     ),
+    **{
+        f"tensor, {name}": (lambda: torch.ones(()), read, torch.Tensor.zero_)
+        for name, read in {
+            "scaled": lambda kept: kept * 2.0,
+            "of another dtype": lambda kept: kept.to(torch.float64),
+            "looked at": lambda kept: 1.0 if kept + 0.0 > 0 else 2.0,
+        }.items()
+    },
     "none": (
         lambda: collections.UserDict({0: None}),
         lambda kept: 1.0 if kept[0] is None else 2.0,

@@ -9,7 +9,6 @@ from torch import Tensor, overrides
 from torch.utils import _python_dispatch
 
 from accumtrainer.steps.torch.attributes import is_fake
-from accumtrainer.steps.torch.schemas import arguments_changed_by
 
 TELLS = {
     Tensor.tolist,
@@ -19,10 +18,11 @@ TELLS = {
 }
 """What tells the host the numbers in a tensor."""
 
-NUMBER_OF = "_local_scalar_dense"
-"""What reads the number in a tensor, as `item` does; it has no other name."""
-
-READ = getattr(torch.ops.aten, NUMBER_OF).default
+LIFTS = {
+    torch.ops.aten.lift_fresh.default,
+    torch.ops.aten.lift_fresh_copy.default,
+}
+"""What is told of a tensor that `torch.tensor` has just made of numbers."""
 
 SET_DATA = Tensor.data.__set__
 """What gives a tensor other memory, by `tensor.data = `."""
@@ -83,10 +83,11 @@ class OnlyWhatIsSeen(_Watching):
 
 
 class NoneFromOutside(_python_dispatch.TorchDispatchMode):
-    """A scope in which tensors with numbers are not changed, nor asked for one.
+    """A scope in which nothing is done with tensors that have numbers.
 
-    They were there before, in an attribute of a layer. What is recorded would
-    not change them again, and know the number as it was.
+    They were there before, in an attribute of a layer or a callback's hands.
+    What is recorded would not change them again. What is made of one number, as
+    its double, PyTorch takes for a constant, which is as it was.
     """
 
     def __torch_dispatch__(
@@ -97,11 +98,10 @@ class NoneFromOutside(_python_dispatch.TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         del types
-        kwargs = kwargs or {}
-        changed: Any = arguments_changed_by(function, args, kwargs)
-        leaves = optree.tree_leaves(changed)
-        if any(isinstance(t, Tensor) and not is_fake(t) for t in leaves):
-            raise ValueError("changes of a constant are not recorded")
-        if function is READ and not is_fake(args[0]):
-            raise ValueError("the number in a constant is not recorded")
-        return function(*args, **kwargs)
+        given: Any = (args, kwargs or {})
+        tensors = [
+            t for t in optree.tree_leaves(given) if isinstance(t, Tensor)
+        ]
+        if function not in LIFTS and not all(map(is_fake, tensors)):
+            raise ValueError("what is done with a constant is not recorded")
+        return function(*args, **(kwargs or {}))
