@@ -16,7 +16,13 @@ import numpy as np
 
 from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import ops
-from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
+from accumtrainer.keras_api.types import (
+    Model,
+    Nest,
+    Optimizer,
+    Tensor,
+    Variable,
+)
 from accumtrainer.window.weighing import Shares
 
 UNKNOWN = "unknown"
@@ -245,6 +251,13 @@ class WindowBackend(abc.ABC):
     def sum_of_squares(self, gradient: Tensor) -> Tensor:
         """Add up the squares of a tensor, float32."""
         return ops.sum(ops.square(gradient))
+
+    def rate_of(self, optimizer: Optimizer) -> Any:
+        """Ask an optimizer for its learning rate, which a function tells.
+
+        Where `Model.fit` compiles nothing, every update asks anew.
+        """
+        return optimizer.learning_rate
 
     def apply(
         self,

@@ -106,7 +106,7 @@ class Optimizers:
         ]
         try:
             for optimizer, _ in functions:
-                give_rate(optimizer, _Read(optimizer.learning_rate))
+                give_rate(optimizer, _Read(self._backend.rate_of(optimizer)))
             yield self._learning_rates()
         finally:
             for optimizer, function in functions:

@@ -206,6 +206,43 @@ def test_function_that_counts_rates_is_asked_once_per_update(
         np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
+@keras_3_only("gives such a function the number of updates")
+@pytest.mark.parametrize("run_eagerly", [True, False])
+@pytest.mark.parametrize("is_within_fit", [False, True])
+def test_function_is_asked_at_the_moment_of_each_update(
+    is_within_fit, run_eagerly
+):
+    if not run_eagerly and BACKEND != "torch":
+        pytest.skip("compiled, the function is asked while it is traced")
+    rate = {}
+
+    class Lowering(Callback):
+        looks_at_model = False
+
+        def on_train_batch_end(self, batch, logs=None):
+            rate["now"] *= rate["factor"]
+
+    def weights(batch_size, *callbacks, first, factor, by=lambda model: model):
+        rate.update(now=first, factor=factor)
+        model = make_model()
+        optimizer = keras.optimizers.SGD(lambda: rate["now"])
+        model.compile(optimizer, loss="mse", run_eagerly=run_eagerly)
+        options = {"epochs": 2, "shuffle": False, "verbose": 0}
+        callbacks = [*callbacks, Lowering()]
+        by(model).fit(X, Y, batch_size, callbacks=callbacks, **options)
+        return model.get_weights()
+
+    if is_within_fit:
+        # Lowered once before the first update, and twice before the next.
+        found = weights(4, GradientAccumulation(2), first=0.5, factor=0.8)
+        expected = weights(8, first=0.4, factor=0.64)
+    else:
+        found = weights(8, first=0.5, factor=0.8, by=Trainer)
+        expected = weights(8, first=0.5, factor=0.8)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
 def test_rate_assigned_between_updates_is_used_at_once():
     class Halve(Callback):
         def on_train_batch_end(self, batch, logs=None):

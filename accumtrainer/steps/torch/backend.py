@@ -16,8 +16,14 @@ import torch
 
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch, leaves
-from accumtrainer.keras_api import KERAS_NAME, flatten_layers, tree
-from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
+from accumtrainer.keras_api import KERAS_NAME, flatten_layers, keras, tree
+from accumtrainer.keras_api.types import (
+    Model,
+    Nest,
+    Optimizer,
+    Tensor,
+    Variable,
+)
 from accumtrainer.steps.backend import Backend, HasVariables
 from accumtrainer.steps.looks import Looks
 from accumtrainer.steps.memory import Backup
@@ -37,7 +43,7 @@ from accumtrainer.steps.torch.optimizers import refuse_optimizers_of_torch
 from accumtrainer.steps.torch.programs import ChangedError, Holder, Program
 from accumtrainer.steps.torch.recipes import Recipes
 from accumtrainer.steps.torch.replicas import TorchReplicas
-from accumtrainer.steps.torch.scopes import Copied, Pending, innermost
+from accumtrainer.steps.torch.scopes import Copied, Pending, ToldRate, innermost
 from accumtrainer.steps.torch.seeds import (
     draw_from_own_states,
     recorded_draws,
@@ -81,6 +87,7 @@ class TorchBackend(Backend):
         self.replicas: TorchReplicas = TorchReplicas(is_alone=model is None)
         self._holders: dict[int, Holder] = {}
         self._orders: dict[torch.Size, Order] = {}
+        self._rates: dict[int, ToldRate] = {}
         self._is_recording = False
         self._is_mapping = False
         self._keeps_numbers = False
@@ -301,6 +308,14 @@ class TorchBackend(Backend):
         if gradient.device.type == "cpu" and gradient.numel() >= MANY:
             return sum_in_rows(gradient)
         return super().sum_of_squares(gradient)
+
+    def rate_of(self, optimizer: Optimizer) -> Any:
+        rate = super().rate_of(optimizer)
+        is_tensor = isinstance(rate, (torch.Tensor, keras.Variable))
+        if is_tensor or not self._is_recording:
+            return rate
+        told = self._rates.setdefault(id(optimizer), ToldRate(optimizer))
+        return innermost().get_current_value(told)
 
     def cond(
         self,

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from accumtrainer.keras_api import keras, ops
-from accumtrainer.keras_api.types import Tensor, Variable
+from accumtrainer.keras_api.types import Optimizer, Tensor, Variable
 
 
 class Memory:
@@ -84,6 +84,28 @@ class Memory:
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor is a variable's memory, or a part of it."""
         return tensor.untyped_storage() in self._storages
+
+
+class ToldRate:
+    """A learning rate that a function tells, in the place of a variable.
+
+    Its value is asked for before each run of what is recorded.
+
+    Args:
+        optimizer: has the function.
+    """
+
+    shape = ()
+
+    def __init__(self, optimizer: Optimizer):
+        self._optimizer = optimizer
+        self.dtype = keras.config.floatx()
+
+    @property
+    def value(self) -> Tensor:
+        """What the function tells by now, a scalar."""
+        rate = ops.convert_to_tensor(self._optimizer.learning_rate)
+        return ops.cast(rate, self.dtype)
 
 
 class Values(Protocol):
