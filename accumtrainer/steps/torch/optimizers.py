@@ -1,19 +1,12 @@
 """Optimizers of Keras that keep one of PyTorch, which finds no gradients."""
 
-import weakref
-
 import torch
 
 from accumtrainer import errors
 from accumtrainer.keras_api import given_rate, optimizers_of
-from accumtrainer.keras_api.types import Model, Tensor
-from accumtrainer.steps.torch.attributes import is_fake
+from accumtrainer.keras_api.types import Model
 from accumtrainer.steps.torch.looks import opened_of
-from accumtrainer.steps.torch.scopes import innermost
-
-_refused: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Those whose tensors may be of a recording that has ended: nothing else tells
-later that they were a model's."""
+from accumtrainer.steps.torch.scopes import innermost, was_given
 
 
 class RefusedError(ValueError):
@@ -38,20 +31,14 @@ def refuse_optimizers_of_torch(model: Model | None) -> None:
     for variable in model.trainable_variables:
         original = scope.original(variable)
         value = variable.value if original is None else original
-        known.add(value.data_ptr())
-
-    def is_of_model(tensor: Tensor) -> bool:
-        if not is_fake(tensor):
-            return tensor.data_ptr() in known
-        # It was made while a window is recorded, on an accelerator of copies.
-        return scope.holds(tensor) or tensor.device.type != "cpu"
-
+        known.add(value.untyped_storage())
     for one in optimizers_of(optimizer)[1]:
         # Of one that is there for its rate no gradients are expected.
         for inner in opened_of([one], torch.optim.Optimizer, given_rate(one)):
             tensors = [t for g in inner.param_groups for t in g["params"]]
-            if inner in _refused or any(is_of_model(t) for t in tensors):
-                _refused.add(inner)
+            if any(
+                t.untyped_storage() in known or was_given(t) for t in tensors
+            ):
                 message = errors.OPTIMIZER_OF_TORCH.format(
                     optimizer=type(one).__name__, inner=type(inner).__name__
                 )

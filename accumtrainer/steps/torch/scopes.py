@@ -10,6 +10,8 @@ Variables may be the same parameter, as those of two layers with one module of
 PyTorch in them. In these scopes they have one value under one *key*.
 """
 
+import contextlib
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -48,6 +50,8 @@ class Memory:
         self.tensors = list(tensors)
         self._tensors = dict(zip(keys, self.tensors, strict=True))
         self._storages = {t.untyped_storage() for t in self.tensors}
+        if self._is_recording:
+            _of_values.update(self._storages)
 
     def key(self, variable: Variable) -> int:
         """Return what a variable shares with all of the same parameter."""
@@ -176,6 +180,11 @@ class Pending(keras.StatelessScope):
         leaf = self._given.get(key)
         if leaf is not None and leaf.requires_grad:
             value = value + (leaf - leaf.detach())
+        self._give(key, variable, value)
+
+    def _give(self, key: int, variable: Variable, value: Tensor) -> None:
+        with contextlib.suppress(RuntimeError):  # a wrapper has no memory
+            _of_values.add(value.untyped_storage())
         self._updates[key] = variable, value
 
     def holds(self, tensor: Tensor) -> bool:
@@ -211,7 +220,7 @@ class Pending(keras.StatelessScope):
         """Copy given and new values, so that nobody has a hold of them."""
         self._given = {k: value.clone() for k, value in self._given.items()}
         for key, (variable, value) in self._updates.items():
-            self._updates[key] = variable, value.clone()
+            self._give(key, variable, value.clone())
 
     def assign(self) -> None:
         """Assign the new values to the variables; the scope has ended."""
@@ -259,7 +268,7 @@ class Copied(Pending):
         key = self.key(variable)
         if value is None or key in self._updates:
             return value
-        self._updates[key] = variable, value.clone()
+        self._give(key, variable, value.clone())
         return self._updates[key][1]
 
 
@@ -268,4 +277,13 @@ def innermost() -> Pending:
     return _open[-1] if _open else Pending(None)
 
 
+def was_given(tensor: Tensor) -> bool:
+    """Whether a scope, open or not, has had a tensor as a variable's value."""
+    return tensor.untyped_storage() in _of_values
+
+
 _open: list[Pending] = []
+
+_of_values: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+"""The memory of all values that variables have had in scopes, as far as
+somebody keeps it: code may keep a value that is no longer the variable's."""
