@@ -162,6 +162,47 @@ def test_optimizers_may_read_a_number_of_one_of_torch(kind, recorded):
     assert recorded
 
 
+class OfMasters(keras.optimizers.Optimizer):
+    """Has one of PyTorch update copies, which it makes late, and reads them."""
+
+    inner = None
+
+    def apply(self, gradients, trainable_variables=None):
+        if self.inner is None:
+            self.make()
+        pairs = list(zip(self._trainable_variables, self.masters, strict=True))
+        for (_, master), gradient in zip(pairs, gradients, strict=True):
+            master.grad = gradient.detach().clone()
+        self.inner.step()
+        for variable, master in pairs:
+            variable.assign(master.detach())
+        self.iterations.assign_add(1)
+
+    def make(self):
+        values = [v.value.detach() for v in self._trainable_variables]
+        self.masters = [torch.nn.Parameter(value.clone()) for value in values]
+        self.inner = torch.optim.Adam(self.masters, lr=0.05)
+
+
+@pytest.mark.parametrize("by_callback", [False, True])
+@pytest.mark.parametrize("kind", [OfMasters])
+def test_optimizers_step_one_of_torch_as_often_as_in_keras(kind, by_callback):
+    def weights(size, *callbacks, by=lambda model: model):
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input([5]), layers.Dense(1)])
+        model.compile(kind(0.1), "mse")
+        how = {"batch_size": size, "epochs": 2, "verbose": 0}
+        by(model).fit(X, X[:, :1], callbacks=callbacks, shuffle=False, **how)
+        return model.get_weights()
+
+    if by_callback:
+        ours = weights(4, GradientAccumulation(steps=2))
+    else:
+        ours = weights(8, by=Trainer)
+    for one, other in zip(ours, weights(8), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("run_eagerly", [False, True])
 @pytest.mark.parametrize("by_callback", [False, True])
 @pytest.mark.parametrize("kind", [HandingOn, Lazily, AfterAssigning, ByHelper])

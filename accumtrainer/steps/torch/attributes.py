@@ -334,7 +334,12 @@ def _holds_fakes(value: Any) -> bool:
 
 
 def _flatten(value: Any, depth: int = 3) -> Iterator[Any]:
-    """List what is in lists, dicts and the like, which may be in others."""
+    """List what is in lists, dicts and the like, which may be in others.
+
+    An optimizer of PyTorch stands for what it optimizes.
+    """
+    if isinstance(value, torch.optim.Optimizer):
+        value, depth = [group["params"] for group in value.param_groups], 2
     if depth and isinstance(value, (*COLLECTIONS, tuple)):
         items = dict.values(value) if isinstance(value, dict) else value
         for item in items:
