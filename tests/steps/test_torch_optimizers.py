@@ -184,8 +184,31 @@ class OfMasters(keras.optimizers.Optimizer):
         self.inner = torch.optim.Adam(self.masters, lr=0.05)
 
 
+class OfEarlyMasters(OfMasters):
+    """Makes them as soon as it can."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.make()
+
+
+class Stepping(keras.optimizers.SGD):
+    """Steps a scheduler of PyTorch that says its learning rate."""
+
+    def __init__(self, rate):
+        inner = torch.optim.SGD([torch.zeros(1)], lr=rate)
+        by = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
+        super().__init__(lambda: by.get_last_lr()[0])
+        self.by = by
+
+    def apply(self, gradients, trainable_variables=None):
+        super().apply(gradients, trainable_variables)
+        self.by.optimizer.step()
+        self.by.step()
+
+
 @pytest.mark.parametrize("by_callback", [False, True])
-@pytest.mark.parametrize("kind", [OfMasters])
+@pytest.mark.parametrize("kind", [OfMasters, OfEarlyMasters, Stepping])
 def test_optimizers_step_one_of_torch_as_often_as_in_keras(kind, by_callback):
     def weights(size, *callbacks, by=lambda model: model):
         keras.utils.set_random_seed(3)

@@ -336,8 +336,10 @@ def _holds_fakes(value: Any) -> bool:
 def _flatten(value: Any, depth: int = 3) -> Iterator[Any]:
     """List what is in lists, dicts and the like, which may be in others.
 
-    An optimizer of PyTorch stands for what it optimizes.
+    An optimizer of PyTorch, also a scheduler's, stands for what it optimizes.
     """
+    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+        value = value.optimizer
     if isinstance(value, torch.optim.Optimizer):
         value, depth = [group["params"] for group in value.param_groups], 2
     if depth and isinstance(value, (*COLLECTIONS, tuple)):

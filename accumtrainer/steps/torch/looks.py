@@ -62,6 +62,9 @@ EMPTY = {list, dict, set, collections.OrderedDict}
 NOT_OF_USERS = ("accumtrainer", "builtins", "keras", "torch")
 """Packages whose classes nobody changes."""
 
+STEPPED = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+"""Classes of those packages whose objects count as users' code steps them."""
+
 READS = {"LOAD_GLOBAL", "LOAD_NAME"}
 """Instructions of Python's that read globals; `LOAD_NAME` in classes."""
 
@@ -165,7 +168,8 @@ def _is_of_users(value: Any) -> bool:
     if OPENED.get(kind) is _open_object:
         return True
     has_attributes = kind.__dictoffset__ != 0 or bool(_slots(kind))
-    return has_attributes and not _is_known(kind.__module__)
+    is_known = _is_known(kind.__module__) and not issubclass(kind, STEPPED)
+    return has_attributes and not is_known
 
 
 def _walk(
