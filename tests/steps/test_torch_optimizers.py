@@ -207,13 +207,26 @@ class Stepping(keras.optimizers.SGD):
         self.by.step()
 
 
+def scaled(model):
+    by = rate_of_scheduler(model)
+    return keras.optimizers.LossScaleOptimizer(by, initial_scale=4.0)
+
+
+AS_IN_KERAS = {
+    "copies made late": lambda _: OfMasters(0.1),
+    "copies": lambda _: OfEarlyMasters(0.1),
+    "scheduler stepped": lambda _: Stepping(0.1),
+    "scheduler of a scaled one": scaled,
+}
+
+
 @pytest.mark.parametrize("by_callback", [False, True])
-@pytest.mark.parametrize("kind", [OfMasters, OfEarlyMasters, Stepping])
-def test_optimizers_step_one_of_torch_as_often_as_in_keras(kind, by_callback):
+@pytest.mark.parametrize("kind", AS_IN_KERAS)
+def test_optimizers_may_have_one_of_torch_as_in_keras(kind, by_callback):
     def weights(size, *callbacks, by=lambda model: model):
         keras.utils.set_random_seed(3)
         model = keras.Sequential([keras.Input([5]), layers.Dense(1)])
-        model.compile(kind(0.1), "mse")
+        model.compile(AS_IN_KERAS[kind](model), "mse")
         how = {"batch_size": size, "epochs": 2, "verbose": 0}
         by(model).fit(X, X[:, :1], callbacks=callbacks, shuffle=False, **how)
         return model.get_weights()

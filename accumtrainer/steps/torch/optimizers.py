@@ -34,7 +34,8 @@ def refuse_optimizers_of_torch(model: Model | None) -> None:
         known.add(value.untyped_storage())
     for one in optimizers_of(optimizer)[1]:
         # Of one that is there for its rate no gradients are expected.
-        for inner in opened_of([one], torch.optim.Optimizer, given_rate(one)):
+        rate = given_rate(getattr(one, "inner_optimizer", one))
+        for inner in opened_of([one], torch.optim.Optimizer, rate):
             tensors = [t for g in inner.param_groups for t in g["params"]]
             if any(
                 t.untyped_storage() in known or was_given(t) for t in tensors
