@@ -232,8 +232,8 @@ class Trainer(Answers):
             callbacks: further callbacks, for this call.
             validation_split: fraction of the arrays kept for validation.
             validation_data: `(x, y)` or what `x` may be, the same in every
-                process; a dict of these validates on several named sets,
-                whose numbers are logged as `val_<name>_loss` and so on.
+                process; a dict of these, not of the keys of `x`, validates on
+                named sets, logged as `val_<name>_loss` and so on.
             shuffle: whether arrays and PyDatasets are shuffled each epoch, or
                 `"batch"` to shuffle arrays within each batch alone. The order
                 depends on `seed` and on how many epochs came before, in

@@ -168,19 +168,22 @@ def recognize(
 
 
 def recognize_sets(
-    data: Any, preprocessing: Preprocessing | None = None
+    data: Any, x: Any, preprocessing: Preprocessing | None = None
 ) -> dict[str, Arrays | Loader]:
     """Find out what `validation_data` are, one set of them or several.
 
     Args:
         data: `None`; what `recognize` takes, or `(x, y)` or
             `(x, y, sample_weight)`; or a dict of these by name.
+        x: the training data. Of a dict with the same keys `data` is one set.
         preprocessing: see `recognize`.
 
     Returns:
         The sets by name, which is `""` for a single one.
     """
-    named = data if isinstance(data, dict) else {"": data}
+    is_dict = isinstance(data, dict)
+    is_input = is_dict and isinstance(x, dict) and data.keys() == x.keys()
+    named = data if is_dict and not is_input else {"": data}
     return {
         name: _recognize_set(given, preprocessing)
         for name, given in named.items()

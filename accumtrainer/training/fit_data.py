@@ -84,7 +84,7 @@ class FitData:
             data, held_back = data.split(self.validation_split)
             sets: Mapping[str, Arrays | Loader] = {"": held_back}
         else:
-            sets = recognize_sets(self.validation_data, preprocessing)
+            sets = recognize_sets(self.validation_data, self.x, preprocessing)
         first, steps, shuffle = self.overfit_batches, None, False
         if first:
             first = limited("overfit_batches", first, "max_steps_per_epoch")

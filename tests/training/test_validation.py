@@ -123,6 +123,24 @@ def test_named_validation_sets_are_logged_by_name():
     }
 
 
+@pytest.mark.parametrize("names", [["a"], ["a", "b"]], ids="-".join)
+def test_inputs_validated_on_may_be_a_dict_without_targets(names):
+    inputs = {name: keras.Input([3], name=name) for name in names}
+
+    class Squares(keras.layers.Layer):
+        def call(self, x):
+            self.add_loss(keras.ops.mean(keras.ops.square(x)))
+            return x
+
+    outputs = keras.layers.Dense(1)(sum(inputs.values(), start=0.0))
+    model = keras.Model(inputs, Squares()(outputs))
+    trainer = Trainer(model, optimizer="sgd", denominator="samples")
+    data = dict.fromkeys(names, X)
+    history = trainer.fit(data, validation_data=data, verbose=0).history
+    loss = trainer.evaluate(data, verbose=0)
+    assert history["val_loss"] == pytest.approx([loss], rel=1e-5)
+
+
 def test_validation_sets_whose_numbers_have_one_name_are_told_of():
     inputs = keras.Input([3])
     outputs = {n: keras.layers.Dense(1, name=n)(inputs) for n in ("b", "c")}
