@@ -285,8 +285,8 @@ def test_loss_that_couples_examples_is_not_said_to_be_a_mean(name):
     by = "GradientAccumulation" if is_added else "Trainer"
     message = refusal(*COUPLING[name](), by=by)
     assert "shows that it couples examples" in message
-    assert "denominator=" not in message
     # A loss over the window does not see what layers add.
+    assert ("denominator=" in message) == is_added
     assert ("a coefficient of 0" in message) == is_added
     assert ("WindowLossTrainer" in message) == (not is_added)
     assert f"{'Accumulation' if by == 'Trainer' else by}(combine='mean')" in (
@@ -370,7 +370,7 @@ def test_several_bare_scalars_are_told_apart():
     assert "from add_loss of draw (Sampling) and add_loss of router" in message
     assert "draw (Sampling) is a mean over samples" in message
     assert "router (Router) either couples examples or" in message
-    assert "denominator='samples'" not in message
+    assert "Trainer(denominator='samples')" not in message
     assert "return a WeightedLoss for each" in message
 
 
