@@ -104,17 +104,19 @@ def _judge(values: LossValues, is_sum: bool, kind: str) -> LossTrial:
     within = SIZES_AGREE_WITHIN[kind]
     # What is drawn could make a mean look like a sum.
     exactly = SIZES_AGREE_WITHIN["half" if kind == "half" else "float32"]
-    sums_up = _adds_up(values.means, exactly)
+    telling = _telling_pairs(values.means, exactly)
+    sums_up = bool(telling) and _adds_up(values.means, exactly)
     counts_fit = is_sum or _adds_up(values.counts, within)
     if coupling <= ADDS_UP_WITHIN:
-        if counts_fit and _adds_up(values.totals, within):
+        is_shown = is_sum or bool(telling)
+        if is_shown and counts_fit and _adds_up(values.totals, within):
             return LossTrial(verdict="right")
         if sums_up:
             return LossTrial(verdict="sum")
+    ratios = _ratios(values.means)
     if kind == "float32":
         if sums_up:
             return LossTrial(verdict="sum")
-        ratios = _ratios(values.means)
         if ratios is not None:
             stated = {
                 (i, j): _ratio(values.counts[i,], values.counts[j,])
@@ -129,7 +131,7 @@ def _judge(values: LossValues, is_sum: bool, kind: str) -> LossTrial:
                     shown=ratios[0, 1],
                     stated=stated[0, 1],
                 )
-        elif coupling <= ADDS_UP_WITHIN and counts_fit:
+        elif coupling <= ADDS_UP_WITHIN and counts_fit and telling:
             if not _adds_up(values.totals, RATIOS_AGREE_WITHIN):
                 return LossTrial(verdict="size")
     elif kind == "half" and coupling <= FAILS_FROM["half"] and counts_fit:
@@ -137,8 +139,9 @@ def _judge(values: LossValues, is_sum: bool, kind: str) -> LossTrial:
             return LossTrial(verdict="mixes")
     if coupling <= FAILS_FROM["half" if kind == "half" else "float32"]:
         return LossTrial(verdict="unknown")
-    is_shown = kind == "float32" and not _hides_ratios(values.means)
-    return LossTrial(verdict="couples" if is_shown else "mixes")
+    is_no_mean = ratios is None and len(telling) == len(PAIRS)
+    is_clear = kind == "float32" and is_no_mean
+    return LossTrial(verdict="couples" if is_clear else "mixes")
 
 
 def judge_loss(
@@ -176,7 +179,9 @@ def judge_loss(
             and (abs(ratios[0, 1] / trial.shown - 1) < WEIGHTS_AGREE_WITHIN)
         )
         if not is_same:
-            is_hidden = _hides_ratios(elsewhere.means)
+            exactly = SIZES_AGREE_WITHIN["float32"]
+            telling = _telling_pairs(elsewhere.means, exactly)
+            is_hidden = len(telling) < len(PAIRS)
             trial = replace(trial, verdict="mixes" if is_hidden else "couples")
         return trial
     return trial
@@ -224,13 +229,24 @@ def _ratios(
     return ratios if is_mean and fits else None
 
 
-def _hides_ratios(means: Values) -> bool:
-    """Whether groups have one value, also together, as any mean of them has."""
+def _telling_pairs(means: Values, within: float) -> list[tuple[int, int]]:
+    """List the pairs that show whether a loss is a sum or a mean, and of what.
+
+    Not so where groups have one value, also together, as any mean of them has;
+    nor where one has none and leaves that of the other as it is, as a sum does,
+    and a mean whose mask leaves all of the group out.
+    """
     largest = max(abs(value) for value in means.values())
-    return any(
-        np.ptp([means[i,], means[j,], means[i, j]]) <= LEAST_SPREAD * largest
-        for i, j in PAIRS
-    )
+
+    def tells(one: float, other: float, both: float) -> bool:
+        is_empty = min(abs(one), abs(other)) <= within * largest
+        adds_nothing = abs(both - one - other) <= within * largest
+        is_one_value = np.ptp([one, other, both]) <= LEAST_SPREAD * largest
+        return not is_one_value and not (is_empty and adds_nothing)
+
+    return [
+        (i, j) for i, j in PAIRS if tells(means[i,], means[j,], means[i, j])
+    ]
 
 
 def _ratio(one: float, other: float) -> float:
