@@ -10,7 +10,7 @@ from accumtrainer.data.batches import Batch, Window, map_leaves
 from accumtrainer.diagnosis.equivalence import Equivalence
 from accumtrainer.diagnosis.inspection import Inspection
 from accumtrainer.diagnosis.moving_state import notes_of_state
-from accumtrainer.keras_api import BACKEND, keras, metric_names
+from accumtrainer.keras_api import BACKEND, keras
 from accumtrainer.keras_api.rebuild import rebuild
 from accumtrainer.keras_api.types import Variable
 from accumtrainer.progress import Progress
@@ -27,9 +27,9 @@ from accumtrainer.training.input_checks import compile_option, has_own_loss
 from accumtrainer.training.lasting import LastingState
 from accumtrainer.training.sizing import AutoSize, make_sizing
 from accumtrainer.window.hooks import Hooks
-from accumtrainer.window.objective import names_of
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.program import WindowProgram
+from accumtrainer.window.results import result_names
 from accumtrainer.window.state import TrainingState
 from accumtrainer.window.trainable import Trained, warn_of_nothing_to_train
 
@@ -175,7 +175,7 @@ class Engine:
     @property
     def trained_names(self) -> list[str]:
         """Names of losses and metrics of windows, as Keras orders them."""
-        return metric_names(self._model, names_of(self._program.survey.losses))
+        return result_names(self._model, self._program.survey.losses)
 
     @property
     def has_begun(self) -> bool:

@@ -31,8 +31,8 @@ from accumtrainer.training.own_evaluation import (
 from accumtrainer.training.predictions import Predictions
 from accumtrainer.training.sizing import AutoSize, GivenSize
 from accumtrainer.window.evaluation import EvaluationProgram
-from accumtrainer.window.objective import names_of
 from accumtrainer.window.parts import WindowParts
+from accumtrainer.window.results import result_names
 
 
 class _Results:
@@ -108,7 +108,7 @@ class Evaluator:
         """Names of losses and metrics evaluated, as Keras orders them."""
         if self._evaluates_itself:
             return metric_names(self._model)
-        return metric_names(self._model, names_of(self._program.losses))
+        return result_names(self._model, self._program.losses)
 
     def evaluate(
         self,

@@ -1,17 +1,18 @@
 """Reads results as they are logged: losses and metrics by name, as in Keras."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from typing import Any
 
 from accumtrainer.keras_api import (
     keras,
+    metric_names,
     ops,
     read_metrics,
     reads_metrics_itself,
 )
 from accumtrainer.keras_api.types import Metric, Model, Tensor
 from accumtrainer.window.losses import WeightedLoss
-from accumtrainer.window.objective import named_losses
+from accumtrainer.window.objective import named_losses, names_of
 from accumtrainer.window.state import Scratch
 
 
@@ -71,10 +72,22 @@ def results(
     for name, value in named.items():
         if name in told:
             continue
-        while name in found:
-            name += "_loss"
-        found[name] = value
+        found[_free_name(name, found)] = value
     return {k: v for k, v in _in_order(found).items() if k not in untold}
+
+
+def result_names(model: Model, losses: list[WeightedLoss]) -> list[str]:
+    """Name losses and metrics as `results` does, as Keras orders them."""
+    of_metrics = metric_names(model, [])
+    of_losses = [_free_name(name, of_metrics) for name in names_of(losses)]
+    return metric_names(model, of_losses)
+
+
+def _free_name(name: str, taken: Container[str]) -> str:
+    """Name a loss otherwise where a metric has its name."""
+    while name in taken:
+        name += "_loss"
+    return name
 
 
 def _show(metrics: list[Metric], values: dict[str, Tensor]) -> list[Metric]:

@@ -65,6 +65,8 @@ def test_metric_and_loss_of_one_name_are_both_logged(is_compiled):
         np.testing.assert_allclose(history[name], [value], rtol=1e-5)
     results = trainer.evaluate(X, Y, verbose=0, return_dict=True)
     assert results == pytest.approx(expected, rel=1e-5)
+    values = trainer.evaluate(X, Y, verbose=0)
+    assert sorted(values) == pytest.approx(sorted(expected.values()))
 
 
 class DerivingInComputeMetrics(Tracking):
