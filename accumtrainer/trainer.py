@@ -32,8 +32,8 @@ from accumtrainer.training.fit_options import FitOptions
 from accumtrainer.training.loop import FitLoop
 from accumtrainer.training.other_trainers import (
     check_subclass,
-    refuse_arguments,
     refuse_others,
+    refuse_to_construct,
 )
 from accumtrainer.training.settled import Settled
 from accumtrainer.training.signals import Interruption
@@ -105,8 +105,7 @@ class Trainer(Answers):
         seed: int | None = None,
         **others: Any,
     ):
-        name, elsewhere = type(self).__name__, (Trainer.fit, "fit({name}=)")
-        refuse_arguments(name, others, Trainer.__init__, elsewhere)
+        refuse_to_construct(self, Trainer, model, others)
         check_subclass(type(self), Trainer)
         check_model(model)
         check_options(

@@ -61,6 +61,18 @@ def test_foreign_argument_of_a_trainer_names_what_replaces_it(
     assert replacement in message.partition("Received: ")[2]
 
 
+class OwnCompile(keras.Model):
+    def compile(self, optimizer, own_loss, alpha=1.0):
+        super().compile(optimizer)
+
+
+@pytest.mark.parametrize("argument", ["own_loss", "alpha"])
+def test_argument_of_the_compile_of_a_model_is_given_to_that(argument):
+    options = {argument: 0.5}
+    message = message_of(lambda: Trainer(OwnCompile(), "sgd", **options))
+    assert f"Say model.compile({argument}=), with all that it" in message
+
+
 def test_refused_argument_leaves_the_model_alone():
     model = make_model()
     message_of(lambda: Trainer(model, optimizer="sgd", loss="mse", devices=2))
@@ -105,6 +117,8 @@ def test_foreign_argument_of_fit_names_what_replaces_it(argument, replacement):
         ("evaluate", "return_dic", "Did you mean return_dict?"),
         ("predict", "ckpt_path", "restore(path) beforehand"),
         ("predict", "accumulation", "Trainer(accumulation=)"),
+        ("predict", "y", "Say evaluate(y=)"),
+        ("predict", "sample_weight", "Say evaluate(sample_weight=)"),
         ("train_on_batch", "batch_size", "fit(batch_size=)"),
         ("find_learning_rate", "epochs", "fit(epochs=)"),
     ],

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from accumtrainer import errors
+from accumtrainer.keras_api import keras, overrides
 from accumtrainer.observers.callback import HOOKS as CALLBACK_HOOKS
 from accumtrainer.window.hooks import HOOK_NAMES
 
@@ -262,13 +263,37 @@ def refuse_others(
     Raises:
         TypeError: there are some; the message says what replaces them.
     """
+    # What is compared with targets is given to an evaluation.
+    sibling = "evaluate" if method == "predict" else "fit"
     refuse_arguments(
         method,
         others,
         getattr(trainer_type, method),
+        (getattr(trainer_type, sibling), sibling + "({name}=)"),
         (trainer_type.fit, "fit({name}=)"),
         (trainer_type.__init__, "Trainer({name}=)"),
     )
+
+
+def refuse_to_construct(
+    trainer: Any, base: Any, model: Any, others: dict[str, Any]
+) -> None:
+    """Refuse arguments that the constructor of a Trainer does not have.
+
+    Args:
+        trainer: the Trainer being made.
+        base: `Trainer`.
+        model: what it is given; its own `compile` may take further ones.
+        others: dict of the arguments it does not have.
+
+    Raises:
+        TypeError: there are some; the message says what replaces them.
+    """
+    elsewhere = [(base.fit, "fit({name}=)")]
+    if isinstance(model, keras.Model) and overrides(model, "compile"):
+        first = "model.compile({name}=), with all that it takes, beforehand"
+        elsewhere.append((model.compile, first))
+    refuse_arguments(type(trainer).__name__, others, base.__init__, *elsewhere)
 
 
 def _remedy(
