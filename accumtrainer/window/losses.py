@@ -38,7 +38,7 @@ class WeightedLoss:
         outputs: what the compiled metrics are given as predictions, or
             `None` to leave them alone.
         coefficient: number by which this loss counts in the total, or a
-            variable, which is read whenever it does.
+            variable, which is read in every micro-batch.
         is_uniform: whether the denominator depends on shapes alone, so that
             equally shaped micro-batches count alike. Never wrong as `False`.
         name: under which name this loss is logged, where that is not its key

@@ -248,7 +248,7 @@ def total_loss(
 
     Args:
         means: `(n,)`, float32, or list of n scalars.
-        losses: for their coefficients.
+        losses: for their coefficients, numbers all.
         regularization: scalar, float32.
 
     Returns:
@@ -258,20 +258,8 @@ def total_loss(
         means = ops.unstack(means, len(losses))
     total = regularization
     for mean, loss in zip(means, losses, strict=True):
-        total = total + coefficient_of(loss) * mean
+        total = total + loss.coefficient * mean
     return total
-
-
-def coefficient_of(loss: WeightedLoss) -> Tensor:
-    """Read by how much a loss counts in the total.
-
-    Returns:
-        Number, or a scalar tensor, float32, where a variable says it.
-    """
-    coefficient = loss.coefficient
-    if isinstance(coefficient, (int, float)):
-        return coefficient
-    return ops.cast(ops.convert_to_tensor(coefficient), "float32")
 
 
 def named_losses(
@@ -388,11 +376,29 @@ def _as_losses(result: Any) -> list[WeightedLoss]:
                 "to descend the sum, as a tape does that is given such a loss."
             )
     if len(result) == 1:  # the total says it all
-        return [replace(loss, name=None) for loss in result.values()]
+        (loss,) = result.values()
+        return _counted(replace(loss, name=None))
     return [
-        replace(loss, name=name if loss.name is None else loss.name)
+        part
         for name, loss in result.items()
+        for part in _counted(replace(loss, name=loss.name or name))
     ]
+
+
+def _counted(loss: WeightedLoss) -> list[WeightedLoss]:
+    """Multiply a loss by a coefficient that may be another one later.
+
+    What is added up of it has to count by what the coefficient is now. Beside
+    that stands what is logged by its name, which counts nothing.
+    """
+    if isinstance(loss.coefficient, (int, float)):
+        return [loss]
+    now = ops.cast(ops.convert_to_tensor(loss.coefficient), "float32")
+    mean = now * ops.cast(loss.mean, "float32")
+    counted = replace(loss, mean=mean, coefficient=1.0, name=None)
+    if loss.name is None:
+        return [counted]
+    return [replace(loss, coefficient=0.0, origin=""), counted]
 
 
 def names_of(losses: list[WeightedLoss]) -> list[str]:

@@ -35,7 +35,6 @@ from accumtrainer.window.hooks import context_of
 from accumtrainer.window.losses import WeightedLoss, sort_of
 from accumtrainer.window.numbers import OfMicroBatch, OfPart
 from accumtrainer.window.objective import (
-    coefficient_of,
     is_random_state,
     metric_variables,
 )
@@ -123,8 +122,8 @@ def join_parts(
         losses, part.numerators.T, part.denominators.T, strict=True
     ):
         mean = np.divide(over, by, out=np.zeros_like(over), where=by != 0)
-        coefficient = float(ops.convert_to_numpy(coefficient_of(known)))
-        loss += coefficient * (over if sort_of(known) == "sum" else mean)
+        is_sum = sort_of(known) == "sum"
+        loss += known.coefficient * (over if is_sum else mean)
     columns = [loss, part.weight]
     if part.squared_norm is not None:
         columns += [

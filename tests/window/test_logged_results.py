@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from keras_core_gaps import keras_3_only
 from logged import QUICKEST, TWO, X, Y, make_model
-from quickest import JIT_COMPILE, RUN_EAGERLY
+from quickest import RUN_EAGERLY
 
-from accumtrainer import Accumulation, Trainer, WeightedLoss
+from accumtrainer import Trainer, WeightedLoss
 from accumtrainer.callbacks import GradientAccumulation
-from accumtrainer.keras_api import BACKEND, keras, ops
+from accumtrainer.keras_api import keras, ops
 from accumtrainer.observers.logs import is_of_windows
 
 layers = keras.layers
@@ -427,72 +427,4 @@ def test_functional_model_may_have_no_loss_but_what_its_layers_add(is_compiled):
         kernel - 0.01 * 2 * X.T @ outputs,
         rtol=1e-4,
         atol=1e-5,
-    )
-
-
-class Halve(keras.callbacks.Callback):
-    """Halves a loss weight after every update."""
-
-    def __init__(self, weight, every=1):
-        super().__init__()
-        self.weight = weight
-        self.every = every
-
-    def on_train_batch_end(self, batch, logs=None):
-        if (batch + 1) % self.every == 0:
-            self.weight.assign(self.weight.value * 0.5)
-
-
-def annealed_kernel():
-    """Make the two updates by hand."""
-    kernel = np.ones([3, 1], "float32")
-    bias = np.zeros([1], "float32")
-    for weight, rows in [(1.0, slice(0, 4)), (0.5, slice(4, 8))]:
-        error = 2 * (X[rows] @ kernel + bias - Y[rows]) / 4
-        kernel = kernel - 0.1 * weight * X[rows].T @ error
-        bias = bias - 0.1 * weight * error.sum(axis=0)
-    return kernel
-
-
-@keras_3_only("takes no variables in loss_weights")
-@pytest.mark.parametrize("micro_batch_size", [4, 2])
-@pytest.mark.parametrize("run_eagerly", {False, RUN_EAGERLY})
-def test_loss_weight_that_is_a_variable_is_read_at_every_update(
-    micro_batch_size, run_eagerly
-):
-    weight = keras.Variable(1.0, trainable=False)
-    model = make_model()
-    trainer = Trainer(
-        model,
-        optimizer=keras.optimizers.SGD(0.1),
-        loss=["mse"],
-        loss_weights=[weight],
-        accumulation=Accumulation(micro_batch_size=micro_batch_size),
-        jit_compile=JIT_COMPILE,
-        run_eagerly=run_eagerly,
-    )
-    trainer.fit(
-        X, Y, batch_size=4, shuffle=False, verbose=0, callbacks=[Halve(weight)]
-    )
-    np.testing.assert_allclose(
-        model.get_weights()[0], annealed_kernel(), rtol=1e-5
-    )
-    loss = trainer.evaluate(X, Y, verbose=0)
-    weight.assign(1.0)
-    assert trainer.evaluate(X, Y, verbose=0) == pytest.approx(4 * loss)
-
-
-@pytest.mark.skipif(
-    BACKEND == "jax", reason="Keras itself reads the variable once, on JAX"
-)
-def test_loss_weight_that_is_a_variable_is_read_inside_fit():
-    weight = keras.Variable(1.0, trainable=False)
-    model = make_model()
-    model.compile(
-        keras.optimizers.SGD(0.1), loss=["mse"], loss_weights=[weight]
-    )
-    callbacks = [GradientAccumulation(2), Halve(weight, every=2)]
-    model.fit(X, Y, batch_size=2, shuffle=False, verbose=0, callbacks=callbacks)
-    np.testing.assert_allclose(
-        model.get_weights()[0], annealed_kernel(), rtol=1e-5
     )
