@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from complex_layer import Turn
+from keras_core_gaps import keras_3_only
 from replicated import (
     assert_close,
     losses_of_tagger,
@@ -91,6 +93,19 @@ def test_averages_of_weights_are_those_of_one_device(rng):
         ),
         fit={"batch_size": 24},
     )
+
+
+@keras_3_only("has no complex variables")
+@pytest.mark.usefixtures("without_xla")
+def test_replicas_add_up_both_parts_of_complex_gradients(rng):
+    trainer = assert_same_training(
+        lambda: keras.Sequential([keras.Input([3]), Turn()]),
+        *rng.normal(size=[2, 24, 3]).astype("float32"),
+        2,
+        optimizer=lambda: keras.optimizers.SGD(0.05),
+        fit={"batch_size": 12},
+    )
+    assert np.abs(weights_of(trainer)[0].imag).max() > 0.01
 
 
 @pytest.mark.filterwarnings("ignore:Layer InputLayer does not have")

@@ -127,6 +127,8 @@ def _add_up(nest: Nest) -> Nest:
 
 def _summed_as(dtype: torch.dtype) -> torch.dtype:
     """Choose a dtype that every device can add up, and adds up well."""
+    if dtype.is_complex:
+        return dtype
     if not dtype.is_floating_point:
         return torch.int64
     return torch.float64 if dtype == torch.float64 else torch.float32
