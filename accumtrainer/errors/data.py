@@ -75,9 +75,9 @@ TEXT_UNDER_XLA = (
 
 RAGGED_PREDICTIONS = (
     "x must lead to predictions of one shape but for the number of samples, "
-    "because JAX has no ragged arrays to join others in. Received: predictions "
-    "of shapes {before} and {now}. Pad x to one length (with a mask, if need "
-    "be), or call predict once for each length."
+    "because only TensorFlow has ragged tensors to join others in. Received: "
+    "predictions of shapes {before} and {now}. Pad x to one length (with a "
+    "mask, if need be), or call predict once for each length."
 )
 
 EVERYTHING_DROPPED = (

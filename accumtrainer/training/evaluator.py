@@ -253,7 +253,7 @@ class Evaluator:
         )
 
     def _check_shapes(self, first: Nest, other: Nest) -> None:
-        """Refuse predictions of other shapes than the first ones, on JAX."""
+        """Refuse predictions of other shapes where nothing is ragged."""
         if self._backend.has_ragged:
             return
         pairs = zip(tree.flatten(first), tree.flatten(other), strict=True)
