@@ -127,7 +127,7 @@ class Followed:
 
         Or run operation by operation, which they need not any more.
         """
-        return self.pace.note(self._change())
+        return self.pace.note(self._change(), is_recorded=self._is_recorded)
 
     def expect_changes(self) -> None:
         """Note what there is, as others may change that next."""
@@ -172,10 +172,11 @@ class Pace:
         """Note that a window runs."""
         self._windows += 1
 
-    def note(self, change: str | None) -> bool:
+    def note(self, change: str | None, *, is_recorded: bool) -> bool:
         """Note a change, or that there is none.
 
-        Where they come again and again, a warning says what it is.
+        Where they come again and again, a warning says what it is, unless
+        nothing was recorded that they could slow down.
 
         Returns:
             Whether programs are to be made anew.
@@ -190,7 +191,7 @@ class Pace:
         if self._in_a_row < MANY_CHANGES or self.is_fast is is_change:
             return is_change
         self.is_fast = is_change
-        if is_change:
+        if is_change and is_recorded:
             message = errors.MANY_CHANGES.format(what=change)
             warnings.warn(message, stacklevel=3)
         return True

@@ -382,10 +382,10 @@ class Experiment:
 
     steps: list[int] = []
 
-    def __init__(self):
+    def __init__(self, **options):
         model = keras.Sequential([keras.Input([6]), layers.Dense(3)])
         self.factor, self.step, self.history = 1.0, 0, []
-        self.trainer = Trainer(model, "sgd", self.loss)
+        self.trainer = Trainer(model, "sgd", self.loss, **options)
 
     def loss(self, y, y_pred):
         return self.factor * keras.ops.mean((y - y_pred) ** 2, -1)
@@ -419,6 +419,14 @@ def test_what_changes_all_the_time_is_named_and_not_recorded(what, monkeypatch):
         for _ in range(6):
             experiment.update(lambda experiment: None)
     assert len(graphs) == 1  # as it stays again
+
+
+def test_changes_all_the_time_are_not_spoken_of_where_nothing_is_recorded():
+    experiment = Experiment(run_eagerly=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(6):
+            experiment.update(NOTES["Experiment.step"])
 
 
 def test_each_update_has_what_changes_all_the_time():
