@@ -352,6 +352,8 @@ class SelfAttention(layers.Layer):
     "layer",
     [
         lambda: layers.Dense(4, activity_regularizer="l2"),
+        # It keeps a tensor of one number.
+        lambda: layers.Dense(4, kernel_regularizer="orthogonal_regularizer"),
         lambda: layers.Dropout(0.5, seed=1),
         layers.BatchNormalization,
         lambda: keras.Sequential([layers.Reshape([2, 2]), layers.GRU(4)]),
@@ -363,7 +365,7 @@ class SelfAttention(layers.Layer):
             ]
         ),
     ],
-    ids=["activity", "dropout", "normalization", "recurrent", "attention"],
+    ids="activity kernel dropout normalization recurrent attention".split(),
 )
 def test_layers_of_keras_are_recorded(monkeypatch, layer):
     recorded = []

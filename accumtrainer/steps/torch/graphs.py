@@ -38,7 +38,11 @@ from accumtrainer.steps.torch.schemas import (
 from accumtrainer.steps.torch.shapes import simplify
 from accumtrainer.steps.torch.source import Row, compiled, emitted
 from accumtrainer.steps.torch.tensors import without_autocast
-from accumtrainer.steps.torch.unseen import NoneFromOutside, OnlyWhatIsSeen
+from accumtrainer.steps.torch.unseen import (
+    NoneFromOutside,
+    OnlyWhatIsSeen,
+    version_of,
+)
 
 aten = torch.ops.aten
 
@@ -63,7 +67,7 @@ class Graph:
         *,
         compiles: bool,
     ):
-        with OnlyWhatIsSeen(), NoneFromOutside():
+        with OnlyWhatIsSeen(), NoneFromOutside() as outside:
             module = make_fx(function, tracing_mode="fake")(tensors)
         for node in module.graph.nodes:
             if not can_run_again(node.target) or _has_open_size(node):
@@ -82,6 +86,12 @@ class Graph:
         # Of what it is given it needs what it reads.
         needed = self._pieces.needed | made
         self._given = [(i, n) for i, n in enumerate(places) if n in needed]
+        self._read = outside.read
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a tensor from outside has been changed, which was read."""
+        return any(version_of(t) != version for t, version in self._read)
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         values = {node: tensors[i] for i, node in self._given}

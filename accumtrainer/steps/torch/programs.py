@@ -1,5 +1,6 @@
 """Functions that change variables, recorded by PyTorch and run again."""
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -27,6 +28,10 @@ from accumtrainer.steps.torch.tensors import (
 
 MOST_SHAPES = 8
 """For how many sets of shapes a function is recorded."""
+
+
+class _MissingError(Exception):
+    """Code reads or changes further variables."""
 
 
 class ChangedError(ValueError):
@@ -146,7 +151,11 @@ class Program:
             self._recorded[key] = None
             if len(self._recorded) <= MOST_SHAPES:
                 self._recorded[key] = self._record(leaves, treedef)
-        return self._recorded[key]
+        found = self._recorded[key]
+        if found is not None and found.graph.is_stale:
+            # Who changes a tensor in place will do so again.
+            found = self._recorded[key] = None
+        return found
 
     def _record(self, leaves: list[Tensor], treedef: Any) -> "Recording | None":
         made: Made = {}
@@ -176,8 +185,8 @@ class Program:
                 variables = [*self._holder.variables, *further]
                 recorder = _Recorder(self._function, variables, treedef)
                 given = [*Memory(variables).tensors, *leaves]
-                graph = Graph(recorder, given, compiles=self._compiles)
-                if not recorder.missing:
+                with contextlib.suppress(_MissingError):
+                    graph = Graph(recorder, given, compiles=self._compiles)
                     return Recording(graph, recorder.structure, further)
                 further += recorder.missing
 
@@ -242,6 +251,8 @@ class _Recorder:
         results = [_own(memory, leaf) for leaf in results]
         scope.write()
         self.missing = list(memory.missing.values())
+        if self.missing:
+            raise _MissingError
         return results
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, overrides
 from torch.utils import _python_dispatch
 
 from accumtrainer.steps.torch.attributes import is_fake
+from accumtrainer.steps.torch.schemas import arguments_changed_by
 
 TELLS = {
     Tensor.tolist,
@@ -18,11 +19,19 @@ TELLS = {
 }
 """What tells the host the numbers in a tensor."""
 
+NUMBER_OF = "_local_scalar_dense"
+"""What reads the number in a tensor, as `item` does; it has no other name."""
+
+READ = getattr(torch.ops.aten, NUMBER_OF).default
+
 LIFTS = {
     torch.ops.aten.lift_fresh.default,
     torch.ops.aten.lift_fresh_copy.default,
 }
-"""What is told of a tensor that `torch.tensor` has just made of numbers."""
+"""What is done to a tensor that `torch.tensor` has just made of numbers."""
+
+VERSION = "_version"
+"""Counts how often a tensor was changed in place; it has no other name."""
 
 SET_DATA = Tensor.data.__set__
 """What gives a tensor other memory, by `tensor.data = `."""
@@ -83,12 +92,20 @@ class OnlyWhatIsSeen(_Watching):
 
 
 class NoneFromOutside(_python_dispatch.TorchDispatchMode):
-    """A scope in which nothing is done with tensors that have numbers.
+    """A scope in which tensors with numbers are not changed, nor asked for one.
 
-    They were there before, in an attribute of a layer or a callback's hands.
-    What is recorded would not change them again. What is made of one number, as
-    its double, PyTorch takes for a constant, which is as it was.
+    They were there before, in an attribute of a layer. What is recorded would
+    not change them again, and know the number as it was.
+
+    Attributes:
+        read: list of those tensors from which others are made, each with its
+            version. What is made of one number, as its double, is a constant
+            to PyTorch, until the number is changed in place.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[tuple[Tensor, int]] = []
 
     def __torch_dispatch__(
         self,
@@ -98,10 +115,24 @@ class NoneFromOutside(_python_dispatch.TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         del types
-        given: Any = (args, kwargs or {})
-        tensors = [
-            t for t in optree.tree_leaves(given) if isinstance(t, Tensor)
-        ]
-        if function not in LIFTS and not all(map(is_fake, tensors)):
-            raise ValueError("what is done with a constant is not recorded")
-        return function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if _real_ones(arguments_changed_by(function, args, kwargs)):
+            raise ValueError("changes of a constant are not recorded")
+        if function is READ and not is_fake(args[0]):
+            raise ValueError("the number in a constant is not recorded")
+        if function not in LIFTS:
+            self.read += [
+                (t, version_of(t)) for t in _real_ones((args, kwargs))
+            ]
+        return function(*args, **kwargs)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Say how often a tensor was changed in place."""
+    return getattr(tensor, VERSION)
+
+
+def _real_ones(nest: Any) -> list[Tensor]:
+    """List the tensors in a nest that have numbers."""
+    leaves: list[Any] = optree.tree_leaves(nest)
+    return [t for t in leaves if isinstance(t, Tensor) and not is_fake(t)]
