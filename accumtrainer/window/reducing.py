@@ -76,7 +76,7 @@ def _differs(loss: Any, y_true: Nest, y_pred: Nest) -> bool:
         if max(sizes) > MOST_NUMBERS:
             return False
         # A label should come in some examples, where they have few numbers.
-        count = 16 if max(sizes) <= 2**12 else 2
+        count = min(16, max(2, 2**12 // max(sizes)))
         widths = [(_lengths(t) or [1])[-1] for t in tree.flatten(y_pred)]
         for place, kinds in enumerate(_kinds(widths)):
             parts = [
