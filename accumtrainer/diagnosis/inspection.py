@@ -166,7 +166,7 @@ class Replay:
         self._hooks = parts.hooks
         self._model = parts.model
         self._state = parts.state
-        self._objective = Objective(parts.hooks)
+        self._objective = Objective(parts.hooks, parts.backend)
         self._backend = make_backend(run_eagerly=True)
 
     @property

@@ -332,6 +332,17 @@ class WindowBackend(abc.ABC):
             Nest of tensors `[length, ...]`.
         """
 
+    def on_its_own(self, function: Callable[..., Nest]) -> Callable[..., Nest]:
+        """Make what computes the same, for calls outside of windows.
+
+        A backend may compile it, for each set of shapes.
+
+        Args:
+            function: of nests of tensors, on which alone its result depends;
+                writes to no variable.
+        """
+        return function
+
     @abc.abstractmethod
     def sum_rows(self, stacked: Tensor) -> Tensor:
         """Add up a float32 tensor, large as it may be, over its first axis."""

@@ -19,7 +19,11 @@ from accumtrainer.window.losses import (
     shape_of,
     sort_of,
 )
-from accumtrainer.window.reducing import fails_to_add_up, reduces_examples
+from accumtrainer.window.reducing import (
+    OnItsOwn,
+    fails_to_add_up,
+    reduces_examples,
+)
 
 _Shape = tuple[int | None, ...]
 
@@ -48,6 +52,9 @@ class CompiledLoss:
         loss: what `Model.compile` takes as `loss`.
         loss_weights: what `Model.compile` takes as `loss_weights`.
         output_names: list of str, or `None` where the model has no names.
+
+    Attributes:
+        on_its_own: that of the backend on which losses are tried.
     """
 
     def __init__(
@@ -56,6 +63,7 @@ class CompiledLoss:
         loss_weights: Nest = None,
         output_names: list[str] | None = None,
     ):
+        self.on_its_own: OnItsOwn = lambda function: function
         self._measured: list[WeightedLoss | BareLoss] = []
         self._measuring: list[_Measuring] = []
         self._board = _LossBoard(output_names)
@@ -68,7 +76,7 @@ class CompiledLoss:
     def _wrap(self, leaf: Any) -> "_Measuring | None":
         if leaf is None:
             return None
-        self._measuring.append(_Measuring(leaf, self._measured))
+        self._measuring.append(_Measuring(leaf, self._measured, self))
         return self._measuring[-1]
 
     @property
@@ -170,10 +178,14 @@ class _Measuring(keras.losses.Loss):
     """
 
     def __init__(
-        self, identifier: Any, measured: list[WeightedLoss | BareLoss]
+        self,
+        identifier: Any,
+        measured: list[WeightedLoss | BareLoss],
+        among: CompiledLoss,
     ):
         super().__init__(name=loss_name(identifier))
         self._identifier = identifier
+        self._among = among
         self._measured = measured
         self.outputs: dict[int, _Output] = {}
 
@@ -215,7 +227,9 @@ class _Measuring(keras.losses.Loss):
         is_sum = sort == "sum"  # of whatever
         if not is_sum and reduces_examples(*given):
             return errors.REDUCED_LOSS
-        if self._is_of_keras(y_true, y_pred) or not fails_to_add_up(*given):
+        if self._is_of_keras(y_true, y_pred) or not fails_to_add_up(
+            *given, self._among.on_its_own
+        ):
             return ""
         return errors.REDUCED_LOSS if is_sum else errors.COUPLING_LOSS
 

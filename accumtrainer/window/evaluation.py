@@ -54,7 +54,7 @@ class EvaluationProgram:
         self._hooks = parts.hooks
         self._model = parts.model
         self._state = parts.state
-        self._objective = Objective(parts.hooks)
+        self._objective = Objective(parts.hooks, parts.backend)
         self._known: dict[Hashable, _OfKind] = {}
         self._captured: list[Any] = []
         self.kind: Hashable = None

@@ -21,6 +21,7 @@ from accumtrainer.keras_api import (
 )
 from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
 from accumtrainer.window.added_losses import AddedLosses
+from accumtrainer.window.backend import WindowBackend
 from accumtrainer.window.hooks import Hooks, Info, context_of
 from accumtrainer.window.losses import (
     BareLoss,
@@ -79,17 +80,23 @@ class Measured:
 class Objective:
     """Measures micro-batches by the hooks of a Trainer and its model.
 
+    Args:
+        hooks: `Hooks`, of a model.
+        backend: on which losses are tried.
+
     Attributes:
         expected: list of `WeightedLoss`, of which only kind and name count:
             the losses there must be; `None` where they are being found out.
         added: what layers add.
     """
 
-    def __init__(self, hooks: Hooks):
+    def __init__(self, hooks: Hooks, backend: WindowBackend):
         self.expected: list[WeightedLoss] | None = None
         self._hooks = hooks
         model = hooks.model
         context, overrides = context_of(hooks), hooks.overrides("compute_loss")
+        if context.compiled_loss is not None:
+            context.compiled_loss.on_its_own = backend.on_its_own
         self._lacks_a_loss = context.compiled_loss is None and not (
             overrides or context.model_computes_loss
         )

@@ -74,7 +74,7 @@ class Passes:
             or hooks.overrides("on_accumulate")
             or computes_in_float16(parts.model)
         )
-        self.objective = Objective(hooks)
+        self.objective = Objective(hooks, parts.backend)
         self.gradients = Gradients(parts)
         self.measures_gradients = False
         self.streams: list[Variable] = []

@@ -8,7 +8,7 @@ nothing about what it was averaged over.
 import contextlib
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -48,7 +48,13 @@ MOST_NUMBERS = 2**18
 """With more of them in an example a trial would take a second or more."""
 
 
-def fails_to_add_up(loss: Any, y_true: Nest, y_pred: Nest) -> bool:
+OnItsOwn = Callable[[Callable[..., Nest]], Callable[..., Nest]]
+"""As `WindowBackend.on_its_own`."""
+
+
+def fails_to_add_up(
+    loss: Any, y_true: Nest, y_pred: Nest, on_its_own: OnItsOwn
+) -> bool:
     """Whether a loss makes another value of an example in another batch.
 
     That is beside other examples, at another place, or among more of them. It
@@ -60,15 +66,18 @@ def fails_to_add_up(loss: Any, y_true: Nest, y_pred: Nest) -> bool:
         loss: `keras.losses.Loss`.
         y_true: tensor of targets, of which the shape counts, or nest of such.
         y_pred: the same of predictions.
+        on_its_own: that of a backend.
     """
+    total = _Total(loss, on_its_own)
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_differs, loss, y_true, y_pred).result()
+        return pool.submit(_differs, total, y_true, y_pred).result()
 
 
-def _differs(loss: Any, y_true: Nest, y_pred: Nest) -> bool:
+def _differs(total: "_Total", y_true: Nest, y_pred: Nest) -> bool:
     """Whether it does with one of the kinds of numbers, tried in turn."""
     rng = np.random.default_rng(0)
-    with contextlib.suppress(Exception), Scratch([]), _changing_copies(loss):
+    changing = _changing_copies(total.loss)
+    with contextlib.suppress(Exception), Scratch([]), changing:
         sizes = [
             math.prod(_lengths(tensor))
             for tensor in tree.flatten([y_true, y_pred])
@@ -94,7 +103,7 @@ def _differs(loss: Any, y_true: Nest, y_pred: Nest) -> bool:
             # A loss need not be defined for numbers that it is not made for.
             ignored = np.errstate(all="ignore")
             with contextlib.suppress(Exception), ignored, scope():
-                if _differs_with(loss, *parts, may_miss=may_miss):
+                if _differs_with(total, *parts, may_miss=may_miss):
                     return True
     return False
 
@@ -160,17 +169,18 @@ def _draw(
 
 
 def _differs_with(
-    loss: Any, one: list[Nest], other: list[Nest], *, may_miss: bool
+    total: "_Total", one: list[Nest], other: list[Nest], *, may_miss: bool
 ) -> bool:
     """Whether f(A) + f(B) is not f(A, B).
 
     Args:
+        total: f.
         may_miss: whether targets may be looked up in outputs of a neighbour,
             as they are no labels. So it does not count if it differs with the
             order of examples, too.
     """
     batches = [(one,), (other,), (one, other)]
-    totals = [_total(loss, *batch) for batch in batches]
+    totals = [total(*batch) for batch in batches]
     difference = abs(totals[0] + totals[1] - totals[2])
     # What they have in common, as a constant, counts for its rounding alone.
     allowed = 1e-4 * abs(totals[0] - totals[1])
@@ -182,17 +192,17 @@ def _differs_with(
         [y_true, tree.map_structure(_move_a_little, y_pred)]
         for y_true, y_pred in (one, other)
     ]
-    allowed += 10 * abs(_total(loss, *moved) - totals[2])
+    allowed += 10 * abs(total(*moved) - totals[2])
     if may_miss:
         turned = [
             tree.map_structure(lambda numbers: numbers[::-1], part)
             for part in (other, one)
         ]
-        if abs(_total(loss, *turned) - totals[2]) > allowed:
+        if abs(total(*turned) - totals[2]) > allowed:
             return False
     # Where it draws, they are others again.
     return difference > allowed and totals == [
-        _total(loss, *batch) for batch in batches
+        total(*batch) for batch in batches
     ]
 
 
@@ -239,16 +249,37 @@ def _copy_of_leaf(leaf: Any) -> Any:
     return leaf if is_ours else copy.deepcopy(leaf)
 
 
-def _total(loss: Any, *rows: list[Nest]) -> float:
-    """Add up the values of some rows beside others."""
-    given = tree.map_structure(
-        lambda *parts: ops.convert_to_tensor(
-            np.concatenate(parts), dtype=loss.dtype
-        ),
-        *rows,
-    )
-    values = ops.convert_to_numpy(ops.cast(loss.call(*given), "float32"))
-    return float(np.sum(values, dtype="float64"))
+class _Total:
+    """Adds up the values that a loss has of some rows beside others.
+
+    Args:
+        loss: `keras.losses.Loss`.
+        on_its_own: that of a backend.
+    """
+
+    def __init__(self, loss: Any, on_its_own: OnItsOwn):
+        self.loss = loss
+        self._has_state = False
+        self._compute = on_its_own(self._compute_once)
+
+    def __call__(self, *rows: list[Nest]) -> float:
+        given = tree.map_structure(
+            lambda *parts: ops.convert_to_tensor(
+                np.concatenate(parts), dtype=self.loss.dtype
+            ),
+            *rows,
+        )
+        values = None if self._has_state else self._compute(given)
+        if self._has_state:  # which moves from call to call
+            values = self.loss.call(*given)
+        values = ops.convert_to_numpy(ops.cast(values, "float32"))
+        return float(np.sum(values, dtype="float64"))
+
+    def _compute_once(self, given: list[Nest]) -> Tensor:
+        with Scratch([]) as scope:
+            values = self.loss.call(*given)
+        self._has_state = self._has_state or bool(scope.others_written)
+        return values
 
 
 def _lengths(tensor: Tensor) -> list[int]:

@@ -11,6 +11,7 @@ import pytest
 from accumtrainer import Trainer
 from accumtrainer.callbacks import GradientAccumulation
 from accumtrainer.keras_api import BACKEND, keras, ops
+from accumtrainer.steps import make_backend
 from accumtrainer.window import reducing
 
 pytestmark = pytest.mark.usefixtures("without_xla")
@@ -193,8 +194,35 @@ def test_trial_sees_what_couples_where_numbers_are_as_in_data(
     loss, of_targets, of_outputs, couples
 ):
     given = [np.zeros(ROWS[name]) for name in (of_targets, of_outputs)]
-    loss = Own(loss)
-    assert reducing.fails_to_add_up(loss, *given) is couples
+    loss, backend = Own(loss), make_backend(run_eagerly=False)
+    assert reducing.fails_to_add_up(loss, *given, backend.on_its_own) is couples
+
+
+@pytest.mark.skipif(
+    BACKEND != "jax", reason="only JAX compiles a loop whenever it is called"
+)
+def test_a_trial_has_a_loss_compiled_once_for_each_number_of_examples():
+    sizes = []
+
+    def loss(y, p):
+        sizes.append(len(p))
+        return ops.mean(ops.square(y - p), axis=-1)
+
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(3)])
+    trainer = Trainer(model, optimizer="sgd", loss=loss, accumulation=2)
+    trainer.fit(*np.ones([2, 8, 3]), batch_size=4, verbose=0)
+    assert sizes.count(16) == sizes.count(32) == 1
+
+
+def test_a_trial_lets_a_loss_draw_other_numbers_in_every_call():
+    drawn = keras.random.SeedGenerator(1)
+
+    def loss(y, p):
+        noise = keras.random.normal(ops.shape(p), seed=drawn)
+        return ops.mean(ops.square(y - p + noise), axis=-1)
+
+    given, backend = np.zeros([2, 24, 3]), make_backend(run_eagerly=False)
+    assert not reducing.fails_to_add_up(Own(loss), *given, backend.on_its_own)
 
 
 @pytest.mark.parametrize("is_in_fit", [False, True])

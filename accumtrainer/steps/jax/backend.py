@@ -288,6 +288,10 @@ class JaxBackend(Backend):
     def map(self, function: Callable[[Nest], Nest], stacked: Nest) -> Nest:
         return jax.vmap(function)(stacked)
 
+    def on_its_own(self, function: Callable[..., Nest]) -> Callable[..., Nest]:
+        # Else every operation is compiled, and a loop anew in every call.
+        return function if self._run_eagerly else jax.jit(function)
+
     def sum_rows(self, stacked: Tensor) -> Tensor:
         if self.has_accelerator():
             return jax.numpy.sum(stacked, axis=0)
