@@ -68,24 +68,26 @@ def fails_to_add_up(
         y_pred: the same of predictions.
         on_its_own: that of a backend.
     """
-    total = _Total(loss, on_its_own)
+    values = _Values(loss, on_its_own)
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_differs, total, y_true, y_pred).result()
+        return pool.submit(_differs, values, y_true, y_pred).result()
 
 
-def _differs(total: "_Total", y_true: Nest, y_pred: Nest) -> bool:
+def _differs(values: "_Values", y_true: Nest, y_pred: Nest) -> bool:
     """Whether it does with one of the kinds of numbers, tried in turn."""
     rng = np.random.default_rng(0)
-    changing = _changing_copies(total.loss)
+    changing = _changing_copies(values.loss)
     with contextlib.suppress(Exception), Scratch([]), changing:
-        sizes = [
-            math.prod(_lengths(tensor))
-            for tensor in tree.flatten([y_true, y_pred])
-        ]
+        of_targets, of_outputs = (
+            [math.prod(_lengths(tensor)) for tensor in tree.flatten(nest)]
+            for nest in (y_true, y_pred)
+        )
+        sizes = [*of_targets, *of_outputs]
         if max(sizes) > MOST_NUMBERS:
             return False
-        # A label should come in some examples, where they have few numbers.
-        count = min(16, max(2, 2**12 // max(sizes)))
+        # A label should come in some examples, where they have few of them.
+        most = min(2**12 // max(of_targets), MOST_NUMBERS // max(sizes))
+        count = min(16, max(2, most))
         widths = [(_lengths(t) or [1])[-1] for t in tree.flatten(y_pred)]
         for place, kinds in enumerate(_kinds(widths)):
             parts = [
@@ -95,7 +97,7 @@ def _differs(total: "_Total", y_true: Nest, y_pred: Nest) -> bool:
                     )
                     for kind, nest in zip(kinds, (y_true, y_pred), strict=True)
                 ]
-                for share in (0.3, 0.6)
+                for share in (0.3, 0.6, 0.6, 0.3)
             ]
             is_label = place > 1  # and perhaps one of no class
             scope = looking_up_anything if is_label else contextlib.nullcontext
@@ -103,7 +105,7 @@ def _differs(total: "_Total", y_true: Nest, y_pred: Nest) -> bool:
             # A loss need not be defined for numbers that it is not made for.
             ignored = np.errstate(all="ignore")
             with contextlib.suppress(Exception), ignored, scope():
-                if _differs_with(total, *parts, may_miss=may_miss):
+                if _differs_with(values, parts, may_miss=may_miss):
                     return True
     return False
 
@@ -158,9 +160,15 @@ def _draw(
     count: int,
     tensor: Tensor,
 ) -> np.ndarray:
-    """Draw some examples of the shape of a tensor's, a share of them masked."""
+    """Draw some examples of the shape of a tensor's, a share of them masked.
+
+    Small ones among whole numbers are the more frequent the larger the share.
+    """
     shape = [count, *_lengths(tensor)]
-    drawn = rng.uniform(numbers.low, numbers.high, shape)
+    places = rng.uniform(size=shape)
+    if numbers.are_whole:
+        places **= 3 * share
+    drawn = numbers.low + (numbers.high - numbers.low) * places
     drawn = np.round(drawn, 0 if numbers.are_whole else 9)
     if numbers.mask is not None:
         masked = rng.permutation(drawn.size)[: int(share * drawn.size)]
@@ -169,47 +177,63 @@ def _draw(
 
 
 def _differs_with(
-    total: "_Total", one: list[Nest], other: list[Nest], *, may_miss: bool
+    values: "_Values", parts: list[list[Nest]], *, may_miss: bool
 ) -> bool:
     """Whether f(A) + f(B) is not f(A, B).
 
     Args:
-        total: f.
+        values: those whose sum is f.
+        parts: A, B, C and D, each targets and outputs of as many examples.
         may_miss: whether targets may be looked up in outputs of a neighbour,
             as they are no labels. So it does not count if it differs with the
             order of examples, too.
     """
+    one, other, third, fourth = parts
     batches = [(one,), (other,), (one, other)]
-    totals = [total(*batch) for batch in batches]
-    difference = abs(totals[0] + totals[1] - totals[2])
+    totals = [values(*batch).sum() for batch in batches]
+    both = totals[2]
+    difference = abs(totals[0] + totals[1] - both)
     # What they have in common, as a constant, counts for its rounding alone.
     allowed = 1e-4 * abs(totals[0] - totals[1])
     allowed += 1e-6 * max(map(abs, totals))
     if not difference > allowed:  # nor where one is not finite
         return False
     # It may divide by what is all but zero, so that rounding is seen.
-    moved = [
-        [y_true, tree.map_structure(_move_a_little, y_pred)]
-        for y_true, y_pred in (one, other)
-    ]
-    allowed += 10 * abs(total(*moved) - totals[2])
+    moved = [_move_outputs(part) for part in (one, other)]
+    allowed += 10 * abs(values(*moved).sum() - both)
+    # Nothing is rounded otherwise where others of as many are beside it.
+    crossed = both + values(third, fourth).sum()
+    crossed -= values(one, fourth).sum() + values(third, other).sum()
+    if not abs(crossed) > allowed:
+        # Only their number may matter, and more than rounding does: of values
+        # that are near 0 as others near 1 are taken from each other, too.
+        for share in (1e-4, -1e-4):
+            move = partial(_move, share=share)
+            moved = [tree.map_structure(move, part) for part in (one, other)]
+            changes = np.abs(values(*moved) - values(one, other))
+            allowed += np.sum(1e-6 + 10 * changes)
     if may_miss:
         turned = [
             tree.map_structure(lambda numbers: numbers[::-1], part)
             for part in (other, one)
         ]
-        if abs(total(*turned) - totals[2]) > allowed:
+        if abs(values(*turned).sum() - both) > allowed:
             return False
     # Where it draws, they are others again.
-    return difference > allowed and totals == [
-        total(*batch) for batch in batches
+    return bool(difference > allowed) and totals == [
+        values(*batch).sum() for batch in batches
     ]
 
 
-def _move_a_little(numbers: np.ndarray) -> np.ndarray:
-    """Change numbers by more than their rounding in float32, up and down."""
+def _move_outputs(part: list[Nest]) -> list[Nest]:
+    y_true, y_pred = part
+    return [y_true, tree.map_structure(partial(_move, share=1e-6), y_pred)]
+
+
+def _move(numbers: np.ndarray, *, share: float) -> np.ndarray:
+    """Change numbers by up to a share of them, up and down."""
     signs = np.cos(np.arange(numbers.size)).reshape(numbers.shape)
-    return numbers * (1 + 1e-6 * signs)
+    return numbers * (1 + share * signs)
 
 
 @contextlib.contextmanager
@@ -249,8 +273,8 @@ def _copy_of_leaf(leaf: Any) -> Any:
     return leaf if is_ours else copy.deepcopy(leaf)
 
 
-class _Total:
-    """Adds up the values that a loss has of some rows beside others.
+class _Values:
+    """Computes the values that a loss has of some rows beside others.
 
     Args:
         loss: `keras.losses.Loss`.
@@ -262,7 +286,7 @@ class _Total:
         self._has_state = False
         self._compute = on_its_own(self._compute_once)
 
-    def __call__(self, *rows: list[Nest]) -> float:
+    def __call__(self, *rows: list[Nest]) -> np.ndarray:
         given = tree.map_structure(
             lambda *parts: ops.convert_to_tensor(
                 np.concatenate(parts), dtype=self.loss.dtype
@@ -273,7 +297,7 @@ class _Total:
         if self._has_state:  # which moves from call to call
             values = self.loss.call(*given)
         values = ops.convert_to_numpy(ops.cast(values, "float32"))
-        return float(np.sum(values, dtype="float64"))
+        return values.astype("float64")
 
     def _compute_once(self, given: list[Nest]) -> Tensor:
         with Scratch([]) as scope:

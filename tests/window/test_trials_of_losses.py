@@ -85,6 +85,24 @@ def of_class_by_share_of_known(mask):
     return loss
 
 
+def of_what_is_no_padding(y, p):
+    is_known = ops.cast(ops.not_equal(y, 0), p.dtype)
+    values = ops.sparse_categorical_crossentropy(
+        ops.cast(y, "int32"), p, from_logits=True
+    )
+    return values * is_known / ops.maximum(ops.mean(is_known), 1e-3)
+
+
+def of_relative_errors(y, p):
+    """Take from 1 what is all but 1 in long rows."""
+    return ops.sum(ops.abs(y - p), axis=-1) / ops.sum(ops.abs(y), axis=-1) - 1
+
+
+def of_noise(y, p):
+    errors = ops.sum(ops.square(y - p), axis=-1)
+    return -ops.log(ops.sum(y * y, axis=-1) / errors)
+
+
 def of_action(y, p):
     """Look up an action in outputs of all examples; its return is beside it."""
     rows = ops.arange(ops.shape(p)[0]) * ops.shape(p)[1]
@@ -157,6 +175,7 @@ class Own(keras.losses.Loss):
 
 
 ROWS = {"labels": (24,), "column": (24, 1), "columns": (24, 3)}
+ROWS |= {f"row of {n}": (24, n) for n in (300, 1000, 1600, 2000)}
 ROWS |= {"pairs": (24, 2), "classes": (24, 9000), "images": (24, 16, 16, 3)}
 
 
@@ -177,6 +196,11 @@ ROWS |= {"pairs": (24, 2), "classes": (24, 9000), "images": (24, 16, 16, 3)}
         (of_class_by_share_of_known(-100), "labels", "columns", True),
         (of_class_by_share_of_known(255), "labels", "columns", True),
         (of_class_by_share_of_known(-1), "labels", "classes", True),
+        (of_what_is_no_padding, "labels", "row of 1000", True),
+        (of_what_is_no_padding, "labels", "row of 2000", True),
+        (of_relative_errors, "row of 300", "row of 300", False),
+        (of_relative_errors, "row of 1600", "row of 1600", False),
+        (of_noise, "row of 1000", "row of 1000", False),
         (of_unlabelled_by_mean, "labels", "columns", True),
         (of_action, "pairs", "pairs", False),
         (of_action, "pairs", "columns", False),
@@ -196,6 +220,19 @@ def test_trial_sees_what_couples_where_numbers_are_as_in_data(
     given = [np.zeros(ROWS[name]) for name in (of_targets, of_outputs)]
     loss, backend = Own(loss), make_backend(run_eagerly=False)
     assert reducing.fails_to_add_up(loss, *given, backend.on_its_own) is couples
+
+
+@pytest.mark.parametrize(("numbers", "most"), [(3, 32), (3000, 4)])
+def test_losses_of_large_targets_are_tried_on_few_examples(numbers, most):
+    sizes = []
+
+    def loss(y, p):
+        sizes.append(len(p))
+        return ops.mean(ops.square(y - p), axis=-1)
+
+    given, backend = np.zeros([2, 24, numbers]), make_backend(run_eagerly=False)
+    assert not reducing.fails_to_add_up(Own(loss), *given, backend.on_its_own)
+    assert max(sizes) == most
 
 
 @pytest.mark.skipif(
