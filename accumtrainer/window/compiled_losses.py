@@ -189,6 +189,9 @@ class _Measuring(keras.losses.Loss):
         self._measured = measured
         self.outputs: dict[int, _Output] = {}
 
+    def __repr__(self) -> str:
+        return repr(self._identifier)  # Keras shows it in messages
+
     def __call__(
         self,
         y_true: Tensor,

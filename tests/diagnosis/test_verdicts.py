@@ -25,20 +25,30 @@ def coupled(mask, errors):
     return total(mask, errors) * np.sum(mask * errors**2)
 
 
-def verdict(loss, counts):
-    """Judge a loss by groups of which so many rows are in the mask."""
+def by_size(mask, errors):
+    return total(mask, errors) / errors.size**2
+
+
+def values(loss, counts, errors):
+    """Compute it of groups of which so many rows are in the mask."""
     masks = np.arange(ROWS) < np.array(counts)[:, None]
+    means = {
+        place: float(loss(masks[list(place)], errors[list(place)]))
+        for place in PLACES
+    }
+    rows = {place: float(ROWS * len(place)) for place in PLACES}
+    totals = {place: means[place] * rows[place] for place in PLACES}
+    return LossValues(means=means, totals=totals, counts=rows)
 
-    def values(errors):
-        means = {
-            place: float(loss(masks[list(place)], errors[list(place)]))
-            for place in PLACES
-        }
-        rows = {place: float(ROWS * len(place)) for place in PLACES}
-        totals = {place: means[place] * rows[place] for place in PLACES}
-        return LossValues(means=means, totals=totals, counts=rows)
 
-    here, elsewhere = map(values, ERRORS)
+def verdict(loss, counts, with_other_weights=None):
+    """Judge a loss, or one that another is with other weights."""
+    here, elsewhere = (
+        values(one, counts, errors)
+        for one, errors in zip(
+            [loss, with_other_weights or loss], ERRORS, strict=True
+        )
+    )
     return judge_loss(here, elsewhere, False, "float32").verdict
 
 
@@ -65,6 +75,11 @@ def test_sum_is_told_by_two_groups_that_have_a_value():
     tell = partial(verdict, total)
     assert tell([2, 1, 0, 0]) == tell([0, 2, 1, 1]) == "sum"
     assert tell([2, 0, 0, 0]) == tell([0, 0, 0, 1]) == "unknown"
+
+
+def test_what_adds_up_by_chance_of_weights_is_judged_with_others_too():
+    assert verdict(by_size, [ROWS] * 4) == "size"
+    assert verdict(by_size, [ROWS] * 4, coupled) == "couples"
 
 
 def test_mean_over_rows_is_right_where_groups_differ():
