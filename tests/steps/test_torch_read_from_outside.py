@@ -23,6 +23,7 @@ from samples import HOW, X, Y
 
 from accumtrainer.steps.looks import Looks
 from accumtrainer.steps.torch.looks import attributes_of
+from accumtrainer.steps.torch.programs import Program
 
 layers = keras.layers
 
@@ -163,13 +164,15 @@ READERS = {
 
 @pytest.mark.parametrize("kind", READERS)
 def test_next_call_computes_with_what_is_read_now(kind):
-    model = keras.Sequential(
-        [keras.Input([6]), READERS[kind](), layers.Dense(3)]
-    )
+    check_next_call(READERS[kind](), lambda: set_factors(2.0))
+
+
+def check_next_call(layer, change):
+    model = keras.Sequential([keras.Input([6]), layer, layers.Dense(3)])
     trainer = Trainer(model, keras.optimizers.SGD(0.0), "mse")
     before = trainer.predict(X, **HOW)
     trainer.fit(X, Y, **HOW)
-    set_factors(2.0)
+    change()
     with torch.no_grad():
         expected = keras.ops.convert_to_numpy(model(X))
     found = trainer.predict(X, **HOW)
@@ -180,6 +183,29 @@ def test_next_call_computes_with_what_is_read_now(kind):
         np.mean((expected - Y) ** 2),
         rtol=1e-5,
     )
+
+
+OTHER_NUMBERS = {
+    "in place": lambda kept: kept.fill_(2.0),
+    "through a view": lambda kept: kept.view(1).mul_(2.0),
+    "through data": lambda kept: kept.data.fill_(2.0),
+    "other memory": lambda kept: setattr(kept, "data", torch.tensor(2.0)),
+    "swapped": lambda kept: torch.utils.swap_tensors(kept, torch.tensor(2.0)),
+}
+
+
+@pytest.mark.parametrize("how", OTHER_NUMBERS)
+def test_number_in_a_tensor_is_read_by_what_was_recorded(how, monkeypatch):
+    layer = OfKept(torch.ones(()), lambda kept: 2 * kept)
+    check_next_call(layer, lambda: OTHER_NUMBERS[how](layer.kept))
+    model = keras.Sequential([layer])
+    trainer = Trainer(model, "sgd", "mse")
+    trainer.predict(X, **HOW)
+    graphs = note_graphs(monkeypatch)
+    monkeypatch.setattr(Program, "_run_operations", None)
+    layer.kept.fill_(3.0)
+    np.testing.assert_allclose(trainer.predict(X, **HOW), 6 * X, rtol=1e-5)
+    assert graphs == []
 
 
 def squared_by_factor(y, y_pred):

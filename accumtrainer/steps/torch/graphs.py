@@ -39,14 +39,14 @@ from accumtrainer.steps.torch.shapes import simplify
 from accumtrainer.steps.torch.source import Row, compiled, emitted
 from accumtrainer.steps.torch.tensors import without_autocast
 from accumtrainer.steps.torch.unseen import (
+    ALIAS,
     NoneFromOutside,
     OnlyWhatIsSeen,
-    version_of,
 )
 
 aten = torch.ops.aten
 
-ALIASES = {aten.detach.default, aten.alias.default}
+ALIASES = {aten.detach.default, ALIAS}
 """Operations whose result is what they are given."""
 
 
@@ -68,10 +68,15 @@ class Graph:
         compiles: bool,
     ):
         with OnlyWhatIsSeen(), NoneFromOutside() as outside:
-            module = make_fx(function, tracing_mode="fake")(tensors)
+            record = make_fx(
+                function, tracing_mode="fake", _allow_non_fake_inputs=True
+            )
+            module = record(tensors)
         for node in module.graph.nodes:
             if not can_run_again(node.target) or _has_open_size(node):
                 raise ValueError(f"{node.target} is not recorded")
+        self._outside = outside.read
+        _give_aliased(module)
         with without_autocast():  # what is cast was recorded
             _tidy(module)
         if not compiles:  # the compiler goes through memory once by itself
@@ -86,14 +91,9 @@ class Graph:
         # Of what it is given it needs what it reads.
         needed = self._pieces.needed | made
         self._given = [(i, n) for i, n in enumerate(places) if n in needed]
-        self._read = outside.read
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether a tensor from outside has been changed, which was read."""
-        return any(version_of(t) != version for t, version in self._read)
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        tensors = [*tensors, *self._outside]
         values = {node: tensors[i] for i, node in self._given}
         self._pieces.run(values)
         return [
@@ -266,6 +266,21 @@ class _Pieces:
         """Run all, and change what is known."""
         for piece in self._pieces:
             piece.run(values)
+
+
+def _give_aliased(module: fx.GraphModule) -> None:
+    """Have the graph be given, after all others, what it has aliases of.
+
+    Tensors that were there before are no constants: whoever keeps them may
+    change them, also where PyTorch does not count it, as through `data`.
+    """
+    graph = module.graph
+    for node in graph.find_nodes(op="call_function", target=ALIAS):
+        if node.args[0].op == "get_attr":
+            with graph.inserting_before(node):
+                given = graph.placeholder(f"outside_{node.name}")
+            given.meta = node.meta
+            node.replace_all_uses_with(given)
 
 
 def _has_open_size(node: fx.Node) -> bool:

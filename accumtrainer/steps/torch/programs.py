@@ -151,11 +151,7 @@ class Program:
             self._recorded[key] = None
             if len(self._recorded) <= MOST_SHAPES:
                 self._recorded[key] = self._record(leaves, treedef)
-        found = self._recorded[key]
-        if found is not None and found.graph.is_stale:
-            # Who changes a tensor in place will do so again.
-            found = self._recorded[key] = None
-        return found
+        return self._recorded[key]
 
     def _record(self, leaves: list[Tensor], treedef: Any) -> "Recording | None":
         made: Made = {}

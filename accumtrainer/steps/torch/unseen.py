@@ -30,8 +30,11 @@ LIFTS = {
 }
 """What is done to a tensor that `torch.tensor` has just made of numbers."""
 
-VERSION = "_version"
-"""Counts how often a tensor was changed in place; it has no other name."""
+ALIAS = torch.ops.aten.alias.default
+"""What stands for a tensor that was there before."""
+
+WITHOUT_MODES = "_disable_current_modes"
+"""Has nothing recorded that is done within; it has no other name."""
 
 SET_DATA = Tensor.data.__set__
 """What gives a tensor other memory, by `tensor.data = `."""
@@ -95,17 +98,18 @@ class NoneFromOutside(_python_dispatch.TorchDispatchMode):
     """A scope in which tensors with numbers are not changed, nor asked for one.
 
     They were there before, in an attribute of a layer. What is recorded would
-    not change them again, and know the number as it was.
+    not change them again, and know the number as it was. What is made of one
+    number, as its double, would be a constant to PyTorch, whoever changes the
+    number later; here it is made of an alias, which has no number.
 
     Attributes:
-        read: list of those tensors from which others are made, each with its
-            version. What is made of one number, as its double, is a constant
-            to PyTorch, until the number is changed in place.
+        read: those tensors that have an alias, in the order of the aliases.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.read: list[tuple[Tensor, int]] = []
+        self.read: list[Tensor] = []
+        self._aliases: dict[int, Tensor] = {}
 
     def __torch_dispatch__(
         self,
@@ -115,24 +119,32 @@ class NoneFromOutside(_python_dispatch.TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         del types
-        kwargs = kwargs or {}
-        if _real_ones(arguments_changed_by(function, args, kwargs)):
+        given: Any = (args, kwargs or {})
+        changed: Any = arguments_changed_by(function, *given)
+        if any(map(_is_real, optree.tree_leaves(changed))):
             raise ValueError("changes of a constant are not recorded")
         if function is READ and not is_fake(args[0]):
             raise ValueError("the number in a constant is not recorded")
         if function not in LIFTS:
-            self.read += [
-                (t, version_of(t)) for t in _real_ones((args, kwargs))
-            ]
-        return function(*args, **kwargs)
+            given = optree.tree_map(self._alias, given)
+        return function(*given[0], **given[1])
+
+    def _alias(self, leaf: Any) -> Any:
+        """Put an alias in the place of a tensor with a number."""
+        if not _is_real(leaf):
+            return leaf
+        if leaf.numel() > 1:
+            raise ValueError("what is done with a constant is not recorded")
+        if id(leaf) not in self._aliases:
+            self.read.append(leaf)
+            # PyTorch keeps a weak reference of what it sees, and swaps no
+            # tensors that have one.
+            with getattr(_python_dispatch, WITHOUT_MODES)():
+                unseen = leaf.detach()
+            self._aliases[id(leaf)] = ALIAS(unseen)
+        return self._aliases[id(leaf)]
 
 
-def version_of(tensor: Tensor) -> int:
-    """Say how often a tensor was changed in place."""
-    return getattr(tensor, VERSION)
-
-
-def _real_ones(nest: Any) -> list[Tensor]:
-    """List the tensors in a nest that have numbers."""
-    leaves: list[Any] = optree.tree_leaves(nest)
-    return [t for t in leaves if isinstance(t, Tensor) and not is_fake(t)]
+def _is_real(leaf: Any) -> bool:
+    """Whether it is a tensor that has numbers."""
+    return isinstance(leaf, Tensor) and not is_fake(leaf)
