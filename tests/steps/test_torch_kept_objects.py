@@ -22,6 +22,8 @@ if BACKEND != "torch":
 import torch
 from samples import HOW, X, Y
 
+from accumtrainer.steps.torch import programs
+
 layers = keras.layers
 
 
@@ -371,3 +373,33 @@ def test_rows_that_are_found_run_in_every_call():
     np.testing.assert_allclose(
         trainer.fit(X, Y, **HOW).history["loss"], loss, rtol=1e-5
     )
+
+
+MADE_IN_CALL = {
+    "generator": lambda x: keras.random.dropout(
+        x, 0.5, seed=keras.random.SeedGenerator(3)
+    ),
+    "dropout": lambda x: layers.Dropout(0.5, seed=1)(x, training=True),
+    "normalization": lambda x: layers.LayerNormalization()(x),
+}
+
+
+@pytest.mark.parametrize("kind", MADE_IN_CALL)
+def test_variables_made_in_every_call_do_not_record_for_ever(kind, monkeypatch):
+    begun, record = [], programs._Recorder.__call__
+
+    def note(*given):
+        begun.append(1)
+        assert len(begun) < 20
+        return record(*given)
+
+    monkeypatch.setattr(programs._Recorder, "__call__", note)
+    layer = layers.Lambda(MADE_IN_CALL[kind])
+    model = keras.Sequential([keras.Input([6]), layer, layers.Dense(3)])
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    found, expected = (
+        one.fit(X, Y, shuffle=False, **HOW).history["loss"]
+        for one in (Trainer(model), model)
+    )
+    assert len(begun) < 20
+    assert found == pytest.approx(expected)

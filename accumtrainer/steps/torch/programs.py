@@ -177,7 +177,7 @@ class Program:
         assert self._recording is not None
         further: list[Variable] = []
         with torch.no_grad(), self._recording(made):
-            while True:
+            for _ in range(2):  # the first finds all that are further
                 variables = [*self._holder.variables, *further]
                 recorder = _Recorder(self._function, variables, treedef)
                 given = [*Memory(variables).tensors, *leaves]
@@ -185,6 +185,7 @@ class Program:
                     graph = Graph(recorder, given, compiles=self._compiles)
                     return Recording(graph, recorder.structure, further)
                 further += recorder.missing
+            raise ValueError("variables made in each call are not recorded")
 
 
 @dataclass(frozen=True, slots=True)
