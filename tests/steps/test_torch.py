@@ -14,7 +14,7 @@ import torch
 from recorded import note_graphs
 
 from accumtrainer.keras_api import torch_draws
-from accumtrainer.steps.torch import source
+from accumtrainer.steps.torch import graphs, programs, source
 from accumtrainer.steps.torch.backend import TorchBackend
 
 layers = keras.layers
@@ -240,6 +240,22 @@ def test_what_an_optimizer_keeps_is_not_written_to():
         x = (1 - 1 / step) * x + z / step
         y = (1 - beta) * z + beta * x
         assert float(model.get_weights()[0][0, 0]) == pytest.approx(y, 1e-5)
+
+
+def test_recordings_that_lack_variables_are_not_tidied_up(monkeypatch):
+    begun, tidied = [], []
+    record, tidy = programs._Recorder.__call__, graphs._tidy
+    monkeypatch.setattr(
+        programs._Recorder,
+        "__call__",
+        lambda *given: begun.append(1) or record(*given),
+    )
+    monkeypatch.setattr(
+        graphs, "_tidy", lambda module: tidied.append(1) or tidy(module)
+    )
+    # What a function tells takes the place of a variable, which is missing.
+    train(make_model(), optimizer=keras.optimizers.SGD(lambda: 0.1), epochs=1)
+    assert len(begun) == 2 * len(tidied) > 0
 
 
 # What belongs to others.
