@@ -3,41 +3,88 @@
 Keras builds an optimizer once, for the variables that are trainable then, and
 has no way to take others in but a new optimizer, which has forgotten all. So
 this resets what `Optimizer.build` has made, under private names, and puts back
-what was kept of the variables that stay.
+what was kept of the variables, also of those that were frozen meanwhile.
 """
 
 import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from accumtrainer.keras_api import keras, ops, optimizers_of, strategy_of
 from accumtrainer.keras_api.types import Model, Optimizer, Tensor, Variable
 
+FROZEN = "_kept_of_frozen"
+"""Where an optimizer has what it keeps of variables that are frozen.
 
-def rebuild(optimizer: Optimizer, variables: list[Variable]) -> None:
-    """Have a built optimizer update other variables.
+By the variable's id, the variable and its slots: arrays on the host, by the
+attribute that they are of. Of `None` it is what an optimizer keeps beside that
+has nothing to update. Keras is not told, or it would track them.
+"""
 
-    What it keeps of a variable that it goes on to update, and its own numbers,
-    are kept; what it keeps of others is gone, and of new ones begins.
+
+def rebuild(optimizer: Optimizer, model: Model) -> None:
+    """Have a built optimizer update what of the model is trainable by now.
+
+    What it keeps of variables that are frozen leaves the device, and comes back
+    as they are trained again. Of new variables it begins, and of those that the
+    model has no longer nothing is kept.
 
     Args:
-        optimizer: is the same object afterwards, with new variables.
-        variables: those to be updated from now on.
+        optimizer: is the same object afterwards, with other variables.
+        model: is built.
     """
     _, members = optimizers_of(optimizer)
-    built = [one for one in members if one.built]
-    kept = [_Kept(one) for one in built]
-    for one in {id(o): o for o in (optimizer, *built)}.values():
+    kept = [_Kept(one) for one in members]
+    for one in {id(o): o for o in (optimizer, *members)}.values():
         _reset(one)
-    with _chosen_as_before(optimizer, built):
-        optimizer.build(variables)
-    for one in kept:
-        one.put_back()
+    with _chosen_as_before(optimizer, kept):
+        optimizer.build(model.trainable_variables)
+    for each in kept:
+        each.put_back(model.non_trainable_variables)
+
+
+def slots_of_frozen(
+    optimizer: Optimizer, variables: list[Variable]
+) -> dict[str, np.ndarray]:
+    """List what an optimizer keeps of those variables that are frozen.
+
+    Args:
+        variables: all that it may have something of.
+
+    Returns:
+        Dict of NumPy arrays, shaped as slots are; the key says of which member
+        of a `MultiOptimizer`, which variable and which attribute.
+    """
+    return {
+        f"{number}/{position}/{name}": value
+        for number, one in enumerate(optimizers_of(optimizer)[1])
+        for position, variable in enumerate([*variables, None])
+        if id(variable) in vars(one).get(FROZEN, {})
+        for name, value in vars(one)[FROZEN][id(variable)][1].items()
+    }
+
+
+def put_back_of_frozen(
+    optimizer: Optimizer,
+    variables: list[Variable],
+    slots: dict[str, np.ndarray],
+) -> None:
+    """Have an optimizer keep what `slots_of_frozen` has listed, and no more."""
+    members = optimizers_of(optimizer)[1]
+    for one in members:
+        one.__dict__[FROZEN] = {}
+    for key, value in slots.items():
+        number, position, name = key.split("/")
+        variable = [*variables, None][int(position)]
+        kept = vars(members[int(number)])[FROZEN]
+        kept.setdefault(id(variable), (variable, {}))[1][name] = value
 
 
 @contextlib.contextmanager
 def _chosen_as_before(
-    optimizer: Optimizer, built: list[Optimizer]
+    optimizer: Optimizer, kept: "list[_Kept]"
 ) -> Iterator[None]:
     """Have a `MultiOptimizer` leave variables to those that update them.
 
@@ -45,7 +92,7 @@ def _chosen_as_before(
     """
     name = "_optimizer_map"
     choose = getattr(optimizer, name, None)
-    before = {id(v): one for one in built for v in one._trainable_variables}
+    before = {key: each.optimizer for each in kept for key in each.slots}
     if choose is not None:
         setattr(optimizer, name, lambda v: before.get(id(v)) or choose(v))
     try:
@@ -128,32 +175,52 @@ def _differ(one: Tensor, other: Tensor) -> bool:
 
 
 class _Kept:
-    """What an optimizer keeps, by its attributes."""
+    """What an optimizer keeps, by its attributes and of each variable."""
 
     def __init__(self, optimizer: Optimizer):
-        self._optimizer = optimizer
-        self._variables = list(optimizer._trainable_variables)
-        self._attributes = dict(vars(optimizer))
-        self._slots = _slots(optimizer)
+        self.optimizer = optimizer
+        attributes, slots = vars(optimizer), _slots(optimizer)
+        lasting = (optimizer._iterations, optimizer._learning_rate)
+        beside = {
+            name: value
+            for name, value in attributes.items()
+            if isinstance(value, keras.Variable)
+            and all(value is not one for one in lasting)
+        }
+        self.slots = {id(None): (None, beside)}
+        self.slots |= attributes.get(FROZEN, {})
+        self.slots |= {
+            id(variable): (variable, {n: s[i] for n, s in slots.items()})
+            for i, variable in enumerate(optimizer._trainable_variables)
+        }
 
-    def put_back(self) -> None:
-        """Put it into what the optimizer has by now."""
-        if not self._optimizer.built:
-            return
-        before = {id(v): i for i, v in enumerate(self._variables)}
-        now = vars(self._optimizer)
-        for name, old in self._attributes.items():
-            if isinstance(old, keras.Variable) and old is not now.get(name):
-                _copy(old, now.get(name))
-        for name, new in _slots(self._optimizer).items():
-            old = self._slots.get(name)
-            pairs = zip(self._optimizer._trainable_variables, new, strict=True)
+    def put_back(self, frozen: list[Variable]) -> None:
+        """Put it into what the optimizer has by now, or aside if frozen."""
+        now = self.optimizer.__dict__
+        for name, old in self.slots[id(None)][1].items():
+            _copy(old, now.get(name))
+        for name, new in _slots(self.optimizer).items():
+            pairs = zip(self.optimizer._trainable_variables, new, strict=True)
             for variable, slot in pairs:
-                position = before.get(id(variable))
-                if old is not None and position is not None:
-                    _copy(old[position], slot)
+                if id(variable) in self.slots:
+                    _copy(self.slots[id(variable)][1].get(name), slot)
                 elif name == AVERAGES:
                     _copy(variable, slot)
+        now[FROZEN] = {
+            id(variable): (variable, _on_host(self.slots[id(variable)][1]))
+            for variable in (*frozen, *([] if self.optimizer.built else [None]))
+            if id(variable) in self.slots
+        }
+
+
+def _on_host(slots: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Copy the slots of a variable, of those optimizers that have them."""
+    return {
+        # As a tensor first: replicas may hold a value in parts.
+        name: np.array(ops.convert_to_numpy(ops.convert_to_tensor(slot)))
+        for name, slot in slots.items()
+        if slot is not None
+    }
 
 
 def _slots(optimizer: Optimizer) -> dict[str, list[Variable | None]]:
@@ -179,9 +246,9 @@ def _slots(optimizer: Optimizer) -> dict[str, list[Variable | None]]:
 
 
 def _copy(old: Any, new: Any) -> None:
-    """Copy a variable, of those optimizers that have it."""
-    if isinstance(old, keras.Variable) and isinstance(new, keras.Variable):
-        new.assign(old.value)
+    """Copy a variable or an array, of those optimizers that have it."""
+    if old is not None and isinstance(new, keras.Variable):
+        new.assign(old.value if isinstance(old, keras.Variable) else old)
 
 
 def _reset(optimizer: Optimizer) -> None:
@@ -193,4 +260,5 @@ def _reset(optimizer: Optimizer) -> None:
     ids.update(map(id, kept))
     optimizer._variables[:] = kept
     optimizer._trainable_variables_indices = {}
+    optimizer._trainable_variables.clear()
     optimizer.built = False

@@ -19,6 +19,7 @@ from accumtrainer.keras_api.types import Nest, Variable
 PARTS = (
     "model",
     "optimizer",
+    "frozen",
     "state",
     "tracked",
     "streams",
@@ -27,8 +28,9 @@ PARTS = (
 )
 """Groups of variables that last from one update to the next.
 
-`state` are the Trainer's counters, loss scale and random state; `streams` the
-random states that belong to nobody; `means` the running means of an epoch.
+`frozen` is what the optimizer keeps of variables that are frozen; `state` are
+the Trainer's counters, loss scale and random state; `streams` the random states
+that belong to nobody; `means` the running means of an epoch.
 """
 
 

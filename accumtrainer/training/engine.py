@@ -231,12 +231,12 @@ class Engine:
     def _turn_to_model(self) -> None:
         """Compile windows anew, once `prepare` has seen one.
 
-        The optimizer keeps what it has of variables that stay.
+        The optimizer keeps what it has, also of what is frozen.
         """
         self.write_back()
         if self._hooks.optimizer.built and self._has_other_weights():
             with self.replicas.scope():
-                rebuild(self._hooks.optimizer, self._model.trainable_variables)
+                rebuild(self._hooks.optimizer, self._model)
         self._trainable = Trained(self._model)
         if self._program is not None:
             self._before = self._program.variables

@@ -10,7 +10,12 @@ from accumtrainer import errors
 from accumtrainer.config import LossScale
 from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import keras, ops
-from accumtrainer.keras_api.rebuild import begin_averages, build
+from accumtrainer.keras_api.rebuild import (
+    begin_averages,
+    build,
+    put_back_of_frozen,
+    slots_of_frozen,
+)
 from accumtrainer.keras_api.types import Variable
 from accumtrainer.saving.snapshot import (
     Snapshot,
@@ -101,7 +106,10 @@ class LastingState:
 
     def capture(self) -> dict[str, dict[str, np.ndarray]]:
         """Copy all of them to the host, by part and path."""
-        return {k: copy_to_host(v) for k, v in self._parts().items()}
+        parts = {k: copy_to_host(v) for k, v in self._parts().items()}
+        optimizer = self._window_parts.hooks.optimizer
+        parts["frozen"] = slots_of_frozen(optimizer, self._of_model())
+        return parts
 
     def check_fits(
         self,
@@ -151,6 +159,11 @@ class LastingState:
                 put_back(variables, values)
         if weights_only:
             return
+        put_back_of_frozen(
+            self._window_parts.hooks.optimizer,
+            self._of_model(),
+            saved.variables.get("frozen", {}),
+        )
         self._window_parts.state.settle_loss_scale(
             self._window_parts.loss_scale, was_scaled=saved.scales_loss
         )

@@ -1,10 +1,19 @@
 """Claims about the private parts of optimizers that building anew relies on."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from accumtrainer.keras_api import keras, ops
-from accumtrainer.keras_api.rebuild import rebuild
+from accumtrainer.keras_api.rebuild import rebuild, slots_of_frozen
+
+
+def model_of(*trainable):
+    """Make all that building anew asks a model for."""
+    return SimpleNamespace(
+        trainable_variables=[*trainable], non_trainable_variables=[]
+    )
 
 
 def numbers(variable):
@@ -25,8 +34,9 @@ def test_what_stays_keeps_its_slots_and_what_goes_leaves_none(name):
     fresh = getattr(keras.optimizers, name)(0.1, **options)
     fresh.build([two, three])
     before = [numbers(v) for v in optimizer.variables if "two" in v.path]
-    rebuild(optimizer, [two, three])
+    rebuild(optimizer, model_of(two, three))
     assert len(optimizer.variables) == len(fresh.variables)
+    assert not slots_of_frozen(optimizer, [one, two, three])
     assert int(numbers(optimizer.iterations)) == 1
     after = [numbers(v) for v in optimizer.variables if "two" in v.path]
     for old, new in zip(before, after, strict=True):
@@ -55,6 +65,6 @@ def test_slots_in_a_dict_are_kept_too():
     optimizer = SlotsByPath(learning_rate=0.1)
     optimizer.build([two])
     optimizer.slots[two.path].assign(np.ones([2]))
-    rebuild(optimizer, [one, two])
+    rebuild(optimizer, model_of(one, two))
     assert numbers(optimizer.slots[two.path]).tolist() == [1.0, 1.0]
     assert numbers(optimizer.slots[one.path]).tolist() == [0.0, 0.0]

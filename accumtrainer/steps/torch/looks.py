@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from accumtrainer.keras_api import keras
+from accumtrainer.keras_api.rebuild import FROZEN
 from accumtrainer.steps.looks import PLAIN
 from accumtrainer.steps.torch.gradients import hooks_of
 
@@ -46,7 +47,7 @@ OF_LAYERS = {
 }
 """Such attributes of layers."""
 
-OF_ALL = {"_tracker", "_auto_config"}
+OF_ALL = {"_tracker", "_auto_config", FROZEN}
 """Such attributes of everything that is Keras's."""
 
 LEAVES = (
