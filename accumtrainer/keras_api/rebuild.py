@@ -45,6 +45,19 @@ def rebuild(optimizer: Optimizer, model: Model) -> None:
         each.put_back(model.non_trainable_variables)
 
 
+def keeps_of_frozen(optimizer: Optimizer, variable: Variable) -> bool:
+    """Whether `rebuild` can have an optimizer update a variable again."""
+    members = optimizers_of(optimizer)[1]
+    return any(id(variable) in vars(one).get(FROZEN, {}) for one in members)
+
+
+def rebuild_in_scope(optimizer: Optimizer, model: Model) -> None:
+    """Do what `rebuild` does where the model's variables were made."""
+    strategy = strategy_of(model)
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
+        rebuild(optimizer, model)
+
+
 def slots_of_frozen(
     optimizer: Optimizer, variables: list[Variable]
 ) -> dict[str, np.ndarray]:

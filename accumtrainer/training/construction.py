@@ -27,6 +27,7 @@ from accumtrainer.keras_api import (
     refuse_other_keras,
     tree,
 )
+from accumtrainer.keras_api.rebuild import keeps_of_frozen, rebuild_in_scope
 from accumtrainer.keras_api.types import Model, Optimizer
 from accumtrainer.observers.callback import check_callback, flatten_callbacks
 from accumtrainer.steps import Backend, make_backend
@@ -276,12 +277,15 @@ def resolve_optimizer(
         if steps:
             raise ValueError(errors.OPTIMIZER_ACCUMULATES.format(steps=steps))
     _check_loss_scaling(optimizer)
-    for variable in model.trainable_variables:
-        if not is_known_to(optimizer, variable):
-            raise ValueError(
-                errors.OPTIMIZER_OF_OTHERS.format(variable=variable.path)
-            )
+    trained = model.trainable_variables
+    unknown = [v for v in trained if not is_known_to(optimizer, v)]
+    for variable in unknown:
+        if not keeps_of_frozen(optimizer, variable):
+            path = variable.path
+            raise ValueError(errors.OPTIMIZER_OF_OTHERS.format(variable=path))
     check_support(model, optimizer)
+    if unknown:
+        rebuild_in_scope(optimizer, model)
     return optimizer, loss_scale
 
 

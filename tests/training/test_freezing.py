@@ -5,7 +5,7 @@ import pytest
 from quickest import JIT_COMPILE
 
 from accumtrainer import Every, Trainer
-from accumtrainer.callbacks import Checkpoint, Unfreeze
+from accumtrainer.callbacks import Checkpoint, GradientAccumulation, Unfreeze
 from accumtrainer.keras_api import keras, ops
 
 X = np.random.default_rng(0).normal(1.0, size=(8, 3)).astype("float32")
@@ -186,3 +186,27 @@ def test_a_member_whose_layers_are_all_frozen_keeps_what_is_its(chosen):
     assert optimizer.optimizers == members
     assert_same(values(member.variables), before)
     fit(trainer)
+
+
+@pytest.mark.parametrize("is_in_fit", [False, True])
+def test_another_trainer_takes_an_optimizer_that_keeps_what_was_frozen(
+    is_in_fit,
+):
+    first, alone = make_trainer(), make_trainer()
+    for trainer in (first, alone):
+        fit(trainer)
+        fit(trainer, trainable=False)
+    model, optimizer = first.model, first.optimizer
+    model.get_layer("base").trainable = True
+    model.compile(optimizer, "mse")
+    options = {"verbose": 0, "shuffle": False}
+    if is_in_fit:
+        callbacks = [GradientAccumulation(steps=2)]
+        model.fit(X, Y, batch_size=2, callbacks=callbacks, **options)
+    else:
+        Trainer(model, accumulation=2).fit(X, Y, batch_size=2, **options)
+    fit(alone)
+    for one, other in zip(
+        values(model.weights), values(alone.model.weights), strict=True
+    ):
+        np.testing.assert_allclose(one, other, atol=1e-6)
