@@ -178,6 +178,12 @@ NOT_SAVED = (
     "has_state = True, get_state and set_state. This is said once."
 )
 
+NEW_NOT_SAVED = (
+    "{name} is a variable that was made in training, and no checkpoint keeps "
+    "it: a run that goes on has none to put its value into. Make it before "
+    "training begins, or in on_train_begin. This is said once."
+)
+
 KIND_NOT_SAVED = (
     "{name} holds a {kind}, of which a run that goes on reads what it is made "
     "of, as a plain number, string, tuple or dict. Keep plain values there, or "

@@ -4,7 +4,7 @@ import copy
 import enum
 import warnings
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,15 @@ import xxhash
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch
 from accumtrainer.keras_api import ops
+from accumtrainer.keras_api.types import Variable
 from accumtrainer.observers.callback import Callback
 from accumtrainer.observers.dispatcher import WATCHERS
-from accumtrainer.saving.snapshot import encode, on_host
+from accumtrainer.saving.snapshot import (
+    copy_to_host,
+    encode,
+    find_variables,
+    on_host,
+)
 
 GIVEN = ("params", "model", "_model", "trainer", "validation_data")
 """Attributes that whoever calls a callback has put there."""
@@ -28,26 +34,34 @@ class CallbackStates:
     """Reads and restores the state of the callbacks of one run.
 
     A callback with `has_state` says itself what to keep. Of any other the
-    attributes are kept that are plain values, arrays or tensors, and have
-    changed since training began, and a warning names a changed one that cannot
-    be: the patience that `EarlyStopping` has left, not the
-    patience it was given.
+    attributes are kept that are plain values, arrays or tensors, and the values
+    of variables in them, which have changed since training began, and a warning
+    names a changed one that cannot be: the patience that `EarlyStopping` has
+    left, not the patience it was given.
 
     Args:
         callbacks: callbacks for which `on_train_begin` has been called.
+        saved: lists the variables that are saved anyway.
         will_set: whether `set` will be called; what there is now is copied
             for it.
     """
 
-    def __init__(self, callbacks: Any, *, will_set: bool = True):
+    def __init__(
+        self,
+        callbacks: Any,
+        *,
+        saved: Callable[[], Iterable[Variable]] = tuple,
+        will_set: bool = True,
+    ):
         self._callbacks = _keyed(callbacks)
+        self._saved = saved
         self._begun = {
-            key: _written(callback)
+            key: _written(self._attributes(callback))
             for key, callback in self._callbacks.items()
             if not _has_state(callback)
         }
         self._values = {
-            key: _values_of(self._callbacks[key], written)
+            key: self._values_of(key, written)
             for key, written in self._begun.items()
             if will_set
         }
@@ -65,7 +79,7 @@ class CallbackStates:
             else:
                 changed = self._changed(key)
                 self._warn_of_lost(key, changed)
-                states[key] = _values_of(callback, changed)
+                states[key] = self._values_of(key, changed)
         return {key: state for key, state in states.items() if state}
 
     def set(self, states: dict[str, Any]) -> None:
@@ -83,8 +97,12 @@ class CallbackStates:
             changed = self._changed(key).keys() & values.keys()
             state = {name: values[name] for name in changed}
             state |= states.get(key, {})
+            variables = self._variables(callback)
             for name in state:
-                _put_back(callback, name, state)
+                if name in variables:
+                    variables[name].assign(state[name])
+                elif name[0] != "/":
+                    _put_back(callback, name, state)
 
     def keys_of(self, callbacks: Iterable[Any]) -> list[str]:
         """List the keys of some of the callbacks."""
@@ -98,11 +116,37 @@ class CallbackStates:
     def _changed(self, key: str) -> dict[str, Any]:
         """Write what has become another than when training began."""
         begun = self._begun[key]
+        attributes = self._attributes(self._callbacks[key])
         return {
             name: written
-            for name, written in _written(self._callbacks[key]).items()
+            for name, written in _written(attributes).items()
             if name not in begun or begun[name] != written
         }
+
+    def _values_of(self, key: str, written: dict[str, Any]) -> dict[str, Any]:
+        """Copy the attributes that could be written."""
+        attributes = self._attributes(self._callbacks[key])
+        return {
+            name: _copied(attributes[name])
+            for name, content in written.items()
+            if content is not None
+        }
+
+    def _attributes(self, callback: Any) -> dict[str, Any]:
+        """Return its attributes, and by place the values of variables."""
+        variables = self._variables(callback)
+        values = copy_to_host(list(variables.values())).values()
+        read = dict(zip(variables, values, strict=True))
+        return _own_attributes(callback) | read
+
+    def _variables(self, callback: Any) -> dict[str, Variable]:
+        """Find variables in its attributes that are not saved anyway.
+
+        Their places begin with a slash, as no attribute's name does.
+        """
+        saved = set(map(id, self._saved()))
+        found = find_variables(_own_attributes(callback))
+        return {place: v for place, v in found if id(v) not in saved}
 
     def _warn_of_lost(self, key: str, changed: dict[str, Any]) -> None:
         """Name, once, what has changed and cannot be saved."""
@@ -110,13 +154,16 @@ class CallbackStates:
         # Those that know nothing of us, as TensorBoard's, hold files there.
         is_stock = type(callback).__module__.partition(".")[0] in WATCHERS
         for name, written in changed.items():
-            value = vars(callback)[name]
-            called = f"{type(callback).__name__}.{name}"
+            value = vars(callback).get(name)
+            called = f"{type(callback).__name__}.{name.lstrip('/')}"
             was_data = self._begun[key].get(name) not in (None, NOTHING)
             is_tool = is_stock and name[0] == "_"
             if called in self._named:
                 continue
-            if written is not None:
+            if name[0] == "/":
+                new = errors.NEW_NOT_SAVED.format(name=called)
+                said = [] if name in self._begun[key] else [new]
+            elif written is not None:
                 said = [
                     errors.KIND_NOT_SAVED.format(name=called, kind=kind)
                     for kind in sorted(set(_kinds_inside(value)))
@@ -166,12 +213,15 @@ def _has_state(callback: Any) -> bool:
     return isinstance(callback, Callback) and callback.has_state
 
 
-def _written(callback: Any) -> dict[str, Any]:
+def _own_attributes(callback: Any) -> dict[str, Any]:
+    held = getattr(callback, "__dict__", {})
+    return {name: v for name, v in held.items() if name not in GIVEN}
+
+
+def _written(attributes: dict[str, Any]) -> dict[str, Any]:
     """Write the attributes: `None` for one that cannot be saved."""
     return {
-        name: _fingerprint(value, name)
-        for name, value in getattr(callback, "__dict__", {}).items()
-        if name not in GIVEN
+        name: _fingerprint(value, name) for name, value in attributes.items()
     }
 
 
@@ -197,15 +247,6 @@ def _kinds_inside(value: Any) -> Iterator[str]:
         if is_named or isinstance(part, enum.Enum | defaultdict | Counter):
             yield type(part).__name__
         yield from _kinds_inside(part)
-
-
-def _values_of(callback: Any, written: dict[str, Any]) -> dict[str, Any]:
-    """Copy the attributes that could be written."""
-    return {
-        name: _copied(vars(callback)[name])
-        for name, content in written.items()
-        if content is not None
-    }
 
 
 def _put_back(callback: Any, name: str, state: dict[str, Any]) -> None:

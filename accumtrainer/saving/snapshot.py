@@ -5,7 +5,7 @@ import io
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from accumtrainer.data.batches import Batch, map_leaves
 from accumtrainer.data.reading import is_text
-from accumtrainer.keras_api import by_path, ops
+from accumtrainer.keras_api import by_path, keras, ops
 from accumtrainer.keras_api.types import Nest, Variable
 
 PARTS = (
@@ -22,6 +22,7 @@ PARTS = (
     "frozen",
     "state",
     "tracked",
+    "losses",
     "streams",
     "metrics",
     "means",
@@ -29,8 +30,9 @@ PARTS = (
 """Groups of variables that last from one update to the next.
 
 `frozen` is what the optimizer keeps of variables that are frozen; `state` are
-the Trainer's counters, loss scale and random state; `streams` the random states
-that belong to nobody; `means` the running means of an epoch.
+the Trainer's counters, loss scale and random state; `losses` what losses and
+their weights keep in variables; `streams` the random states that belong to
+nobody; `means` the running means of an epoch.
 """
 
 
@@ -140,6 +142,41 @@ def copy_to_host(variables: list[Variable]) -> dict[str, np.ndarray]:
         tensor = ops.convert_to_tensor(variable)
         values[path] = np.array(ops.convert_to_numpy(tensor), order="C")
     return values
+
+
+def find_variables(
+    held: Any, place: str = "", found: set[int] | None = None
+) -> Iterator[tuple[str, Variable]]:
+    """Find variables in lists, tuples, dicts and losses, each once.
+
+    Layers and metrics have places of their own in a model.
+
+    Args:
+        held: where to look.
+        place: what places begin with.
+        found: ids of what was looked at before.
+
+    Yields:
+        Pairs of a place and a variable, in one order however dicts are made.
+
+    Examples:
+        >>> [place for place, _ in find_variables({"w": [keras.Variable(1.0)]})]
+        ['/w/0']
+    """
+    found = set() if found is None else found
+    inside = vars(held) if isinstance(held, keras.losses.Loss) else held
+    is_followed = isinstance(inside, keras.Variable | list | tuple | dict)
+    if not is_followed or id(held) in found:  # it may hold itself
+        return
+    found.add(id(held))
+    if isinstance(inside, keras.Variable):
+        yield place, inside
+        return
+    parts: Iterable[tuple[Any, Any]] = enumerate(inside)
+    if isinstance(inside, dict):
+        parts = sorted(inside.items(), key=lambda item: str(item[0]))
+    for key, part in parts:
+        yield from find_variables(part, f"{place}/{key}", found)
 
 
 def find_difference(

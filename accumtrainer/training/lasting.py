@@ -22,8 +22,10 @@ from accumtrainer.saving.snapshot import (
     blank,
     copy_to_host,
     find_difference,
+    find_variables,
     put_back,
 )
+from accumtrainer.window.hooks import context_of
 from accumtrainer.window.parts import WindowParts
 from accumtrainer.window.program import WindowProgram
 from accumtrainer.window.state import TrainingState
@@ -130,7 +132,7 @@ class LastingState:
         """
         if is_amid_epoch:
             self._learn_epoch(saved)
-        for part, variables in self._wanted(weights_only).items():
+        for part, variables in self._wanted(saved, weights_only).items():
             if is_amid_epoch or part not in PARTS_OF_EPOCH:
                 difference = find_difference(variables, saved.variables[part])
                 if difference is not None:
@@ -152,7 +154,7 @@ class LastingState:
         """
         if is_amid_epoch:
             self._learn_epoch(saved)
-        for part, variables in self._wanted(weights_only).items():
+        for part, variables in self._wanted(saved, weights_only).items():
             is_needed = is_amid_epoch or part not in PARTS_OF_EPOCH
             values = saved.variables.get(part, {})
             if is_needed or find_difference(variables, values) is None:
@@ -191,15 +193,21 @@ class LastingState:
             variable.assign(value)
         self._settled_streams = len(streams)
 
-    def _wanted(self, weights_only: bool) -> dict[str, list[Variable]]:
+    def _wanted(
+        self, saved: Snapshot, weights_only: bool
+    ) -> dict[str, list[Variable]]:
         """List by part what to put back at once.
 
-        Which streams there are shows only as they are drawn from.
+        Which streams there are shows only as they are drawn from. Losses may
+        be others now, and older checkpoints have nothing of them.
         """
         if weights_only:
             # An optimizer may begin at the weights, so they come first.
             return {"model": self._of_model()}
-        return {k: v for k, v in self._parts().items() if k != "streams"}
+        parts, left = self._parts(), {"streams"}
+        if not (parts["losses"] and saved.variables.get("losses")):
+            left.add("losses")
+        return {k: v for k, v in parts.items() if k not in left}
 
     def _of_model(self) -> list[Variable]:
         model = self._window_parts.model
@@ -208,7 +216,17 @@ class LastingState:
         others = self._window_parts.non_trainable_variables
         return [*model.trainable_variables, *others]
 
+    def list_variables(self) -> list[Variable]:
+        """List what a snapshot has, as far as it is known."""
+        return [v for part in self._parts().values() for v in part]
+
     def _parts(self) -> dict[str, list[Variable]]:
+        parts = self._parts_of_windows()
+        known = {id(v) for part in parts.values() for v in part}
+        found = find_variables(context_of(self._window_parts.hooks).losses)
+        return parts | {"losses": [v for _, v in found if id(v) not in known]}
+
+    def _parts_of_windows(self) -> dict[str, list[Variable]]:
         if self._program is not None:
             return self._program.variables.parts
         of_model = self._of_model()

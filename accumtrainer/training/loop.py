@@ -82,7 +82,7 @@ class FitLoop:
         self._announce = announce
         self._validation_logs: dict[str, Any] = {}
         self._checks: Any = None
-        self._callback_states: Any = None
+        self._callback_states = CallbackStates([])  # none while it begins
         self._told_plan: Plan | None = None
         self._ending = Ending()
         self._safe_points = SafePoints(dispatcher, self._interruption)
@@ -105,7 +105,9 @@ class FitLoop:
         self._clock.start(self._start.seconds)  # compiling does not count
         with self._interruption.deferred(), self._dispatcher.training():
             self._callback_states = CallbackStates(
-                self._dispatcher.callbacks, will_set=self._saved is not None
+                self._dispatcher.callbacks,
+                saved=self._engine.lasting.list_variables,
+                will_set=self._saved is not None,
             )
             with (
                 contextlib.ExitStack() as at_the_end,
@@ -222,8 +224,6 @@ class FitLoop:
 
     def snapshot_parts(self) -> dict[str, Any]:
         """Return what the loop adds to a snapshot, by its fields."""
-        # There are none to be kept while training begins.
-        states = self._callback_states or CallbackStates([])
         return {
             "position": self._position.get_state(),
             "source": self._source.get_state(),
@@ -236,9 +236,9 @@ class FitLoop:
                 "has_stopped": bool(self._trainer.model.stop_training),
                 "micro_batch": blank(self._start.micro_batch),
                 "examples_of_epoch": self._engine.lasting.examples_of_epoch,
-                "ending": self._ending.get_state(states),
+                "ending": self._ending.get_state(self._callback_states),
             },
-            "callbacks": states.get(),
+            "callbacks": self._callback_states.get(),
         }
 
     def _restore(self) -> None:

@@ -150,6 +150,7 @@ class HookContext:
         log_book: collects what hooks log.
         tracked_metrics: variables of metrics that are tracked beside the
             model's, filled until training begins.
+        losses: nest of the losses of `Model.compile` and their weights.
     """
 
     compiled_loss: CompiledLoss | None
@@ -159,6 +160,7 @@ class HookContext:
     model_takes_training: bool
     log_book: LogBook = field(default_factory=LogBook)
     tracked_metrics: list[Any] = field(default_factory=list)
+    losses: Nest = ()
 
     @classmethod
     def of(
@@ -183,6 +185,7 @@ class HookContext:
             has_metrics=has_metrics or overrides(model, "compute_metrics"),
             model_computes_loss=computes_loss,
             model_takes_training=takes_argument(model.call, "training"),
+            losses=(arguments["loss"], arguments["loss_weights"]),
         )
 
     def mode(self, *, training: bool) -> dict[str, bool]:
