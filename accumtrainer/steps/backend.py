@@ -195,15 +195,15 @@ class Backend(WindowBackend):
         """
 
     def compiled_shapes(self) -> dict[str, list[str]]:
-        """Tell which shapes XLA has compiled for, while others run without.
+        """Tell which shapes have programs, while others run without.
 
         Returns:
             What `expect_shapes` takes, in another process too.
         """
-        return {}  # XLA compiles for all
+        return {}  # all have
 
     def expect_shapes(self, shapes: dict[str, list[str]]) -> None:
-        """Have XLA compile for shapes as if they had come already."""
+        """Have programs made for shapes as if they had come already."""
         del shapes
 
     def with_float64(self) -> AbstractContextManager:

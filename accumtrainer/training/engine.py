@@ -377,12 +377,12 @@ class Engine:
         """Return the plan of a saved run, unless another was asked for."""
         if snapshot is None or snapshot.about["backend"] != BACKEND:
             return None
+        self._backend.expect_shapes(snapshot.about.get("compiled_shapes", {}))
         if self._jit_compile != "auto" or self._run_eagerly:
             return None
         plan = snapshot.about["plan"]
         if plan is None or plan["run_eagerly"]:
             return None
-        self._backend.expect_shapes(snapshot.about.get("compiled_shapes", {}))
         # What fits is found out anew: this may be another device.
         return Plan(name=plan["name"], jit_compile=plan["jit_compile"])
 

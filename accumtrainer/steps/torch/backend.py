@@ -88,6 +88,7 @@ class TorchBackend(Backend):
         self._holders: dict[int, Holder] = {}
         self._orders: dict[torch.Size, Order] = {}
         self._rates: dict[int, ToldRate] = {}
+        self._shapes: dict[str, list[str]] = {}
         self._is_recording = False
         self._is_mapping = False
         self._keeps_numbers = False
@@ -229,7 +230,16 @@ class TorchBackend(Backend):
             has_run = has_run or not self._is_recording
             return result
 
-        return Program(run, holder, recording, compiles=jit_compile)
+        name = getattr(function, "func", function).__qualname__
+        shapes = self._shapes.setdefault(name, [])
+        return Program(run, holder, recording, shapes, compiles=jit_compile)
+
+    def compiled_shapes(self) -> dict[str, list[str]]:
+        return {name: list(some) for name, some in self._shapes.items()}
+
+    def expect_shapes(self, shapes: dict[str, list[str]]) -> None:
+        for name, some in shapes.items():
+            self._shapes.setdefault(name, [])[:] = some
 
     def fused(self, function: Any) -> Callable[[Nest], Nest | None]:
         # Of what is streamed, the update can be recorded at least.

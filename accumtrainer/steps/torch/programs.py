@@ -27,7 +27,7 @@ from accumtrainer.steps.torch.tensors import (
 )
 
 MOST_SHAPES = 8
-"""For how many sets of shapes a function is recorded."""
+"""For how many sets of shapes a function is recorded: those that come first."""
 
 
 class _MissingError(Exception):
@@ -86,6 +86,9 @@ class Program:
         recording: makes the scope in which it is recorded, given what was
             made in the one before; `None` to run everything operation by
             operation.
+        shapes: list of those that came first, as str, which grows up to one
+            more than are recorded. A run that goes on has that of the run
+            before: what is recorded computes other last bits.
         compiles: whether `torch.compile` compiles what was recorded.
     """
 
@@ -94,12 +97,14 @@ class Program:
         function: Callable[..., Nest],
         holder: Holder,
         recording: Callable[[Made], AbstractContextManager] | None,
+        shapes: list[str],
         *,
         compiles: bool,
     ):
         self._function = function
         self._holder = holder
         self._recording = recording
+        self._shapes = shapes
         self._compiles = compiles
         self._variables: Sequence[Variable] = ()
         self._recorded: dict[tuple, Recording | None] = {}
@@ -115,10 +120,10 @@ class Program:
         """Run, but not operation by operation if that was not asked for.
 
         Returns:
-            Nest, or `None` if it cannot be recorded.
+            Nest, or `None` if it cannot be recorded, or there are more shapes.
         """
         leaves, treedef = _flatten(arguments)
-        recorded = self._find(leaves, treedef)
+        recorded = self._find(leaves, treedef, only_if_all=True)
         if recorded is not None:
             return recorded.run(self._holder.memory, leaves)
         if self._recording is not None:
@@ -137,7 +142,9 @@ class Program:
         self._holder.forget()
         return result
 
-    def _find(self, leaves: list[Tensor], treedef: Any) -> "Recording | None":
+    def _find(
+        self, leaves: list[Tensor], treedef: Any, *, only_if_all: bool = False
+    ) -> "Recording | None":
         """Return what was recorded for such arguments, or record it."""
         if self._recording is None:
             return None
@@ -149,9 +156,17 @@ class Program:
         key = (treedef, autocast_dtype(), *shapes)
         if key not in self._recorded:
             self._recorded[key] = None
-            if len(self._recorded) <= MOST_SHAPES:
+            if self._may_record(str(key), only_if_all):
                 self._recorded[key] = self._record(leaves, treedef)
         return self._recorded[key]
+
+    def _may_record(self, shapes: str, only_if_all: bool) -> bool:
+        """Tell whether shapes are among the first, or if these are all."""
+        seen = self._shapes
+        if shapes not in seen and len(seen) <= MOST_SHAPES:
+            seen.append(shapes)
+        are_all = len(seen) <= MOST_SHAPES
+        return are_all or (shapes in seen[:MOST_SHAPES] and not only_if_all)
 
     def _record(self, leaves: list[Tensor], treedef: Any) -> "Recording | None":
         made: Made = {}
