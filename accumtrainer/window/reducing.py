@@ -219,9 +219,10 @@ def _differs_with(
         ]
         if abs(values(*turned).sum() - both) > allowed:
             return False
-    # Where it draws, they are others again.
+    # Where it draws or counts, they are others again.
+    again = values.made_anew()
     return bool(difference > allowed) and totals == [
-        values(*batch).sum() for batch in batches
+        again(*batch).sum() for batch in batches
     ]
 
 
@@ -231,7 +232,9 @@ def _move_outputs(part: list[Nest]) -> list[Nest]:
 
 
 def _move(numbers: np.ndarray, *, share: float) -> np.ndarray:
-    """Change numbers by up to a share of them, up and down."""
+    """Change numbers by up to a share of them, up and down, but no labels."""
+    if np.array_equal(numbers, np.round(numbers)):
+        return numbers
     signs = np.cos(np.arange(numbers.size)).reshape(numbers.shape)
     return numbers * (1 + share * signs)
 
@@ -283,8 +286,16 @@ class _Values:
 
     def __init__(self, loss: Any, on_its_own: OnItsOwn):
         self.loss = loss
+        self._on_its_own = on_its_own
         self._has_state = False
-        self._compute = on_its_own(self._compute_once)
+        # With fewer bits, what is compiled is rounded visibly otherwise.
+        is_precise = loss.dtype in ("float32", "float64")
+        compute = self._compute_once
+        self._compute = on_its_own(compute) if is_precise else compute
+
+    def made_anew(self) -> "_Values":
+        """Make another one, which knows no number that Python had."""
+        return _Values(self.loss, self._on_its_own)
 
     def __call__(self, *rows: list[Nest]) -> np.ndarray:
         given = tree.map_structure(

@@ -93,6 +93,11 @@ def of_what_is_no_padding(y, p):
     return values * is_known / ops.maximum(ops.mean(is_known), 1e-3)
 
 
+def of_positives_by_size(y, p):
+    is_positive = ops.cast(ops.equal(y, 1), p.dtype)
+    return ops.sum(-is_positive * ops.log(p), axis=-1) / ops.shape(p)[0]
+
+
 def of_relative_errors(y, p):
     """Take from 1 what is all but 1 in long rows."""
     return ops.sum(ops.abs(y - p), axis=-1) / ops.sum(ops.abs(y), axis=-1) - 1
@@ -169,8 +174,8 @@ def of_squares(y, p):
 
 
 class Own(keras.losses.Loss):
-    def __init__(self, function):
-        super().__init__()
+    def __init__(self, function, **options):
+        super().__init__(**options)
         self.call = function
 
 
@@ -198,6 +203,7 @@ ROWS |= {"pairs": (24, 2), "classes": (24, 9000), "images": (24, 16, 16, 3)}
         (of_class_by_share_of_known(-1), "labels", "classes", True),
         (of_what_is_no_padding, "labels", "row of 1000", True),
         (of_what_is_no_padding, "labels", "row of 2000", True),
+        (of_positives_by_size, "columns", "columns", True),
         (of_relative_errors, "row of 300", "row of 300", False),
         (of_relative_errors, "row of 1600", "row of 1600", False),
         (of_noise, "row of 1000", "row of 1000", False),
@@ -249,6 +255,32 @@ def test_a_trial_has_a_loss_compiled_once_for_each_number_of_examples():
     trainer = Trainer(model, optimizer="sgd", loss=loss, accumulation=2)
     trainer.fit(*np.ones([2, 8, 3]), batch_size=4, verbose=0)
     assert sizes.count(16) == sizes.count(32) == 1
+
+
+class Counting(keras.losses.Loss):
+    calls = 0
+
+    def call(self, y, p):
+        self.calls += 1
+        return ops.mean(ops.square(y - p), axis=-1) * (1 + 1 / self.calls)
+
+
+class Drawing(keras.losses.Loss):
+    def call(self, y, p):
+        noise = np.random.normal(size=p.shape)
+        return ops.mean(ops.square(y - p + noise), axis=-1)
+
+
+@pytest.mark.parametrize("loss", [Counting, Drawing])
+def test_a_trial_lets_a_loss_count_and_draw_in_python(loss):
+    given, backend = np.zeros([2, 24, 3]), make_backend(run_eagerly=False)
+    assert not reducing.fails_to_add_up(loss(), *given, backend.on_its_own)
+
+
+def test_a_trial_in_few_bits_takes_rounding_for_no_coupling():
+    loss = Own(of_relative_errors, dtype="bfloat16")
+    given, backend = np.zeros([2, 24, 1000]), make_backend(run_eagerly=False)
+    assert not reducing.fails_to_add_up(loss, *given, backend.on_its_own)
 
 
 def test_a_trial_lets_a_loss_draw_other_numbers_in_every_call():
