@@ -364,6 +364,16 @@ def test_every_folder_of_the_package_is_installed():
     assert set(installed) == names | {"accumtrainer.callbacks"}
 
 
+def test_no_two_messages_have_one_name():
+    files = sorted((PACKAGE / "errors").glob("*.py"))
+    names = [
+        name
+        for file in files
+        for name in re.findall("^([A-Z_]+) =", file.read_text(), re.MULTILINE)
+    ]
+    assert len(names) > 100 and sorted(set(names)) == sorted(names)
+
+
 def test_changelog_leads_with_the_version():
     changelog = (ROOT / "CHANGELOG.md").read_text()
     newest = re.search(r"^## (\S+)", changelog, flags=re.MULTILINE)

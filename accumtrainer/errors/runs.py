@@ -184,6 +184,17 @@ NEW_NOT_SAVED = (
     "training begins, or in on_train_begin. This is said once."
 )
 
+NOT_PUT_BACK = (
+    "{name} is a variable in the checkpoint, and there is none of its shape "
+    "now, so it begins anew. Make the same variables in the same places before "
+    "training begins, or in on_train_begin."
+)
+
+OTHER_VARIABLES_OF_LOSSES = (
+    "The losses have other variables than in the checkpoint: {saved} there, "
+    "{here} here. They keep the values that they have."
+)
+
 KIND_NOT_SAVED = (
     "{name} holds a {kind}, of which a run that goes on reads what it is made "
     "of, as a plain number, string, tuple or dict. Keep plain values there, or "

@@ -45,10 +45,20 @@ def rebuild(optimizer: Optimizer, model: Model) -> None:
         each.put_back(model.non_trainable_variables)
 
 
-def keeps_of_frozen(optimizer: Optimizer, variable: Variable) -> bool:
-    """Whether `rebuild` can have an optimizer update a variable again."""
+def keeps_of_frozen(
+    optimizer: Optimizer, model: Model, variable: Variable
+) -> bool:
+    """Whether `rebuild` can have an optimizer update a variable again.
+
+    Not if it updates variables of others, which it would know no longer.
+    """
     members = optimizers_of(optimizer)[1]
-    return any(id(variable) in vars(one).get(FROZEN, {}) for one in members)
+    own = set(map(id, model.variables))
+    updated = [
+        v for one in members if one.built for v in one._trainable_variables
+    ]
+    kept = {key for one in members for key in vars(one).get(FROZEN, {})}
+    return id(variable) in kept and all(id(v) in own for v in updated)
 
 
 def rebuild_in_scope(optimizer: Optimizer, model: Model) -> None:
@@ -117,6 +127,9 @@ def _chosen_as_before(
 
 AVERAGES = "_model_variables_moving_average"
 """Where an optimizer with `use_ema` has averages, which it begins as zeros."""
+
+SINCE = "updates_when_frozen"
+"""Under which name it stands beside the slots of a frozen variable."""
 
 COPIES = "_copies_of_weights"
 """Where `build` notes the other attributes that begin as the weights."""
@@ -215,15 +228,40 @@ class _Kept:
         for name, new in _slots(self.optimizer).items():
             pairs = zip(self.optimizer._trainable_variables, new, strict=True)
             for variable, slot in pairs:
-                if id(variable) in self.slots:
-                    _copy(self.slots[id(variable)][1].get(name), slot)
-                elif name == AVERAGES:
-                    _copy(variable, slot)
+                old = self.slots.get(id(variable), (None, {}))[1]
+                _copy(old.get(name), slot)
+                if name == AVERAGES:
+                    self._average(variable, slot, old)
+        updates = {SINCE: np.array(self._updates)}
         now[FROZEN] = {
-            id(variable): (variable, _on_host(self.slots[id(variable)][1]))
+            id(variable): (
+                variable,
+                updates | _on_host(self.slots[id(variable)][1]),
+            )
             for variable in (*frozen, *([] if self.optimizer.built else [None]))
             if id(variable) in self.slots
         }
+
+    @property
+    def _updates(self) -> int:
+        # A copy, as replicas may hold the clock in parts.
+        return int(ops.copy(self.optimizer._iterations))
+
+    def _average(
+        self, variable: Variable, average: Variable, old: dict[str, Any]
+    ) -> None:
+        """Begin an average, or move it as far as it has gone meanwhile.
+
+        Keras goes on to average what is frozen, unless averages become the
+        weights every few updates.
+        """
+        if AVERAGES not in old:
+            _copy(variable, average)
+        elif SINCE in old and not self.optimizer.ema_overwrite_frequency:
+            share = self.optimizer.ema_momentum ** (self._updates - old[SINCE])
+            weight = ops.convert_to_tensor(variable)
+            distance = ops.convert_to_tensor(average) - weight
+            average.assign(weight + float(share) * distance)
 
 
 def _on_host(slots: dict[str, Any]) -> dict[str, np.ndarray]:

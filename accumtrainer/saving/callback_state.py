@@ -98,11 +98,17 @@ class CallbackStates:
             state = {name: values[name] for name in changed}
             state |= states.get(key, {})
             variables = self._variables(callback)
-            for name in state:
-                if name in variables:
-                    variables[name].assign(state[name])
-                elif name[0] != "/":
+            for name, value in state.items():
+                variable = variables.get(name)
+                if name[0] != "/":
                     _put_back(callback, name, state)
+                elif variable is not None and variable.shape == value.shape:
+                    variable.assign(value)
+                else:
+                    called = f"{type(callback).__name__}.{name[1:]}"
+                    warnings.warn(
+                        errors.NOT_PUT_BACK.format(name=called), stacklevel=2
+                    )
 
     def keys_of(self, callbacks: Iterable[Any]) -> list[str]:
         """List the keys of some of the callbacks."""

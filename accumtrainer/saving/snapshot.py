@@ -144,17 +144,13 @@ def copy_to_host(variables: list[Variable]) -> dict[str, np.ndarray]:
     return values
 
 
-def find_variables(
-    held: Any, place: str = "", found: set[int] | None = None
-) -> Iterator[tuple[str, Variable]]:
+def find_variables(held: Any) -> Iterator[tuple[str, Variable]]:
     """Find variables in lists, tuples, dicts and losses, each once.
 
     Layers and metrics have places of their own in a model.
 
     Args:
         held: where to look.
-        place: what places begin with.
-        found: ids of what was looked at before.
 
     Yields:
         Pairs of a place and a variable, in one order however dicts are made.
@@ -163,20 +159,23 @@ def find_variables(
         >>> [place for place, _ in find_variables({"w": [keras.Variable(1.0)]})]
         ['/w/0']
     """
-    found = set() if found is None else found
-    inside = vars(held) if isinstance(held, keras.losses.Loss) else held
-    is_followed = isinstance(inside, keras.Variable | list | tuple | dict)
-    if not is_followed or id(held) in found:  # it may hold itself
-        return
-    found.add(id(held))
-    if isinstance(inside, keras.Variable):
-        yield place, inside
-        return
-    parts: Iterable[tuple[Any, Any]] = enumerate(inside)
-    if isinstance(inside, dict):
-        parts = sorted(inside.items(), key=lambda item: str(item[0]))
-    for key, part in parts:
-        yield from find_variables(part, f"{place}/{key}", found)
+    followed = keras.Variable | list | tuple | dict | keras.losses.Loss
+    found: set[int] = set()
+    left = [("", held)]
+    while left:
+        place, one = left.pop()
+        if id(one) in found:  # it may hold itself
+            continue
+        found.add(id(one))
+        if isinstance(one, keras.Variable):
+            yield place, one
+            continue
+        inside = vars(one) if isinstance(one, keras.losses.Loss) else one
+        parts: Iterable[tuple[Any, Any]] = enumerate(inside)
+        if isinstance(inside, dict):
+            parts = sorted(inside.items(), key=lambda item: str(item[0]))
+        within = [(k, part) for k, part in parts if isinstance(part, followed)]
+        left += [(f"{place}/{key}", part) for key, part in reversed(within)]
 
 
 def find_difference(

@@ -280,7 +280,7 @@ def resolve_optimizer(
     trained = model.trainable_variables
     unknown = [v for v in trained if not is_known_to(optimizer, v)]
     for variable in unknown:
-        if not keeps_of_frozen(optimizer, variable):
+        if not keeps_of_frozen(optimizer, model, variable):
             path = variable.path
             raise ValueError(errors.OPTIMIZER_OF_OTHERS.format(variable=path))
     check_support(model, optimizer)

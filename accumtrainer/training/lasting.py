@@ -1,5 +1,6 @@
 """What lasts from one window to the next: captured, checked and put back."""
 
+import warnings
 from collections.abc import Callable, Hashable, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -133,7 +134,9 @@ class LastingState:
         if is_amid_epoch:
             self._learn_epoch(saved)
         for part, variables in self._wanted(saved, weights_only).items():
-            if is_amid_epoch or part not in PARTS_OF_EPOCH:
+            if part != "losses" and (
+                is_amid_epoch or part not in PARTS_OF_EPOCH
+            ):
                 difference = find_difference(variables, saved.variables[part])
                 if difference is not None:
                     raise errors.CheckpointError(
@@ -157,7 +160,11 @@ class LastingState:
         for part, variables in self._wanted(saved, weights_only).items():
             is_needed = is_amid_epoch or part not in PARTS_OF_EPOCH
             values = saved.variables.get(part, {})
-            if is_needed or find_difference(variables, values) is None:
+            difference = find_difference(variables, values)
+            if difference is not None and part == "losses":
+                message = errors.OTHER_VARIABLES_OF_LOSSES.format(**difference)
+                warnings.warn(message, stacklevel=2)
+            elif is_needed or difference is None:
                 put_back(variables, values)
         if weights_only:
             return

@@ -7,11 +7,12 @@ import pytest
 from keras_core_gaps import keras_3_only
 from resumable import DEFAULTS, X, Y
 
-from accumtrainer import CheckpointError, Every, Trainer
+from accumtrainer import Every, Trainer
 from accumtrainer.callbacks import Checkpoint
 from accumtrainer.keras_api import keras, ops
 from accumtrainer.saving.callback_state import CallbackStates
 from accumtrainer.saving.checkpoint import read_checkpoint, write_checkpoint
+from accumtrainer.saving.snapshot import find_variables
 
 
 class Weighted(keras.losses.Loss):
@@ -115,7 +116,7 @@ def test_run_goes_on_with_a_variable_that_a_callback_changes(place, tmp_path):
         np.testing.assert_array_equal(whole, pieces)
 
 
-def test_checkpoint_without_losses_leaves_them_and_others_are_refused(tmp_path):
+def test_checkpoint_without_losses_or_with_others_leaves_them(tmp_path):
     weight = variable(2.0)
     trainer = make_trainer(loss=Weighted(weight))
     fit(trainer, epochs=1)
@@ -131,8 +132,9 @@ def test_checkpoint_without_losses_leaves_them_and_others_are_refused(tmp_path):
     # Of a loss without variables nothing is to be put back.
     make_trainer(loss="mse").restore(tmp_path / "new")
     other = make_trainer(loss=Weighted(weight, variable()))
-    with pytest.raises(CheckpointError, match="same losses"):
+    with pytest.warns(UserWarning, match="other variables"):
         other.restore(tmp_path / "new")
+    assert float(weight.value) == 3.0
 
 
 def test_weights_alone_leave_the_losses(tmp_path):
@@ -172,4 +174,24 @@ def test_variable_that_a_callback_makes_in_training_is_named_once(tmp_path):
         fit(make_trainer(loss="mse"), Makes(), Checkpoint(tmp_path))
     said = [w for w in warned if "made in training" in str(w.message)]
     assert len(said) == 1
-    fit(make_trainer(loss="mse"), Makes(), epochs=3, resume_from=tmp_path)
+    with pytest.warns(UserWarning, match="Makes.weight .* begins anew"):
+        fit(make_trainer(loss="mse"), Makes(), epochs=3, resume_from=tmp_path)
+
+
+def test_variables_are_found_at_any_depth_and_once():
+    one, chain = variable(1.0), []
+    for _ in range(5000):
+        chain = [one, chain]
+    assert [place for place, _ in find_variables(chain)] == ["/0"]
+
+
+def test_variable_of_a_callback_that_has_another_shape_begins_anew():
+    before, now = (
+        Grow(variable(), weight=keras.Variable(value))
+        for value in ([1.0, 2.0], [1.0])
+    )
+    states = CallbackStates([before])
+    before.weight.assign([3.0, 4.0])
+    with pytest.warns(UserWarning, match="Grow.weight .* begins anew"):
+        CallbackStates([now]).set(states.get())
+    np.testing.assert_array_equal(ops.convert_to_numpy(now.weight), [1.0])

@@ -115,6 +115,10 @@ def test_a_layer_that_was_frozen_goes_on_as_in_keras(name):
         for _ in range(2):
             trainer.train_on_batch(X, Y)
             expected.apply([gradient for _ in trained], trained)
+    # Averages, where there are any, become the weights.
+    variables = trainer.model.trainable_variables
+    trainer.optimizer.finalize_variable_values(variables)
+    expected.finalize_variable_values(weights)
     found = trainer.model.get_weights()
     for value, weight in zip(found, values(weights), strict=True):
         np.testing.assert_allclose(value, weight, rtol=1e-5, atol=1e-6)
@@ -210,3 +214,14 @@ def test_another_trainer_takes_an_optimizer_that_keeps_what_was_frozen(
         values(model.weights), values(alone.model.weights), strict=True
     ):
         np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_optimizer_of_a_larger_model_is_refused_where_that_would_lose_it():
+    trainer = make_trainer()
+    fit(trainer)
+    fit(trainer, trainable=False)
+    base = trainer.model.get_layer("base")
+    base.trainable = True
+    part = keras.Model(trainer.model.inputs, base.output)
+    with pytest.raises(ValueError, match="built for other variables"):
+        Trainer(part, optimizer=trainer.optimizer, loss="mse")
