@@ -134,9 +134,7 @@ class LastingState:
         if is_amid_epoch:
             self._learn_epoch(saved)
         for part, variables in self._wanted(saved, weights_only).items():
-            if part != "losses" and (
-                is_amid_epoch or part not in PARTS_OF_EPOCH
-            ):
+            if _must_fit(part, is_amid_epoch):
                 difference = find_difference(variables, saved.variables[part])
                 if difference is not None:
                     raise errors.CheckpointError(
@@ -158,14 +156,13 @@ class LastingState:
         if is_amid_epoch:
             self._learn_epoch(saved)
         for part, variables in self._wanted(saved, weights_only).items():
-            is_needed = is_amid_epoch or part not in PARTS_OF_EPOCH
             values = saved.variables.get(part, {})
             difference = find_difference(variables, values)
-            if difference is not None and part == "losses":
+            if difference is None or _must_fit(part, is_amid_epoch):
+                put_back(variables, values)
+            elif part == "losses":
                 message = errors.OTHER_VARIABLES_OF_LOSSES.format(**difference)
                 warnings.warn(message, stacklevel=2)
-            elif is_needed or difference is None:
-                put_back(variables, values)
         if weights_only:
             return
         put_back_of_frozen(
@@ -276,3 +273,11 @@ class SavedScale(keras.losses.Loss):
         for i, variable in enumerate(self._saved):
             variable.assign(np.array(store[str(i)]))
         self._state.settle_loss_scale(self._options, was_scaled=True)
+
+
+def _must_fit(part: str, is_amid_epoch: bool) -> bool:
+    """Whether a part of a checkpoint has to be that of this training.
+
+    Losses may be others now, and an epoch that begins has no means yet.
+    """
+    return part != "losses" and (is_amid_epoch or part not in PARTS_OF_EPOCH)

@@ -176,6 +176,7 @@ def test_windows_of_unequal_lengths_are_summed_exactly(lengths):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+# JAX compiles for every shape, so that there is no choice of some to be saved.
 @pytest.mark.skipif(
     BACKEND == "jax", reason="JAX compiles for every shape by XLA"
 )

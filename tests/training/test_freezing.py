@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from quickest import JIT_COMPILE
+from slotted import OPTIMIZERS, make_optimizer
 
 from accumtrainer import Every, Trainer
 from accumtrainer.callbacks import Checkpoint, GradientAccumulation, Unfreeze
@@ -10,20 +11,6 @@ from accumtrainer.keras_api import keras, ops
 
 X = np.random.default_rng(0).normal(1.0, size=(8, 3)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
-
-OPTIMIZERS = {
-    "SGD": {"learning_rate": 0.05, "momentum": 0.9, "nesterov": True},
-    "Adam": {"learning_rate": 0.02, "amsgrad": True},
-    "Nadam": {"learning_rate": 0.02},
-    "Adafactor": {"learning_rate": 0.02},
-    "AdamW": {"learning_rate": 0.02, "use_ema": True, "ema_momentum": 0.5},
-    "Lion": {"learning_rate": 0.01},
-    "RMSprop": {"learning_rate": 0.01, "centered": True, "momentum": 0.5},
-}
-
-
-def make_optimizer(name):
-    return getattr(keras.optimizers, name)(**OPTIMIZERS[name])
 
 
 def make_trainer(optimizer="Adam"):

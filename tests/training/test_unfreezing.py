@@ -5,6 +5,7 @@ import shutil
 import numpy as np
 import pytest
 from quickest import JIT_COMPILE
+from slotted import OPTIMIZERS, make_optimizer
 
 from accumtrainer import Accumulation, Every, Trainer
 from accumtrainer.callbacks import Checkpoint, KeepGradients, Unfreeze
@@ -12,16 +13,6 @@ from accumtrainer.keras_api import keras, ops
 
 X = np.random.default_rng(0).normal(1.0, size=(24, 3)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
-
-OPTIMIZERS = {
-    "SGD": {"learning_rate": 0.05, "momentum": 0.9, "nesterov": True},
-    "Adam": {"learning_rate": 0.02, "amsgrad": True},
-    "Nadam": {"learning_rate": 0.02},
-    "Adafactor": {"learning_rate": 0.02},
-    "AdamW": {"learning_rate": 0.02, "use_ema": True, "ema_momentum": 0.5},
-    "Lion": {"learning_rate": 0.01},
-    "RMSprop": {"learning_rate": 0.01, "centered": True, "momentum": 0.5},
-}
 
 
 def make_model():
@@ -43,8 +34,7 @@ def make_trainer(*, frozen=("base", "statistics"), optimizer="Adam", **options):
     for name in frozen:
         model.get_layer(name).trainable = False
     if isinstance(optimizer, str):
-        kind = getattr(keras.optimizers, optimizer)
-        optimizer = kind(**OPTIMIZERS[optimizer], name="one")
+        optimizer = make_optimizer(optimizer, name="one")
     return Trainer(
         model,
         optimizer=optimizer,
@@ -91,10 +81,7 @@ def two_phases_by_hand(optimizer):
     """Train by one Trainer, and go on by another with what the first had."""
     first = make_trainer(optimizer=optimizer)
     fit(first, epochs=2)
-    kind = getattr(keras.optimizers, optimizer)
-    second = make_trainer(
-        frozen=[], optimizer=kind(**OPTIMIZERS[optimizer], name="one")
-    )
+    second = make_trainer(frozen=[], optimizer=optimizer)
     second.model.set_weights(first.model.get_weights())
     second.optimizer.build(second.model.trainable_variables)
     before = numbers(first.optimizer.variables)

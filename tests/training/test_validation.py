@@ -461,7 +461,7 @@ def test_predictions_of_other_lengths_are_joined_as_in_keras(accumulation):
         np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
-# TensorFlow joins them to ragged tensors, as the test before this one claims.
+# TensorFlow joins them to ragged tensors, as claimed above, and refuses none.
 @pytest.mark.skipif(BACKEND == "tensorflow", reason="joins them, as in Keras")
 def test_predictions_of_other_lengths_are_refused_with_the_remedy():
     trainer = make_sequence_trainer()

@@ -241,6 +241,8 @@ def test_losses_of_large_targets_are_tried_on_few_examples(numbers, most):
     assert max(sizes) == most
 
 
+# Elsewhere operations run without a compiler, in every call anew, and so does
+# the loss: there is nothing to be compiled once.
 @pytest.mark.skipif(
     BACKEND != "jax", reason="only JAX compiles a loop whenever it is called"
 )
