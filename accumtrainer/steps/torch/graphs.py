@@ -3,11 +3,12 @@
 `make_fx` records what a function does with tensors, its derivatives too, as a
 list of operations without the Python around them. Where a function branches,
 both ways are recorded, one after the other, between `mark`s, and where it loops
-one turn is; such a graph is run in pieces.
+one turn is.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import optree
 import torch
@@ -16,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from accumtrainer.keras_api.types import Tensor
 from accumtrainer.steps.torch.adam import shorten_adam
+from accumtrainer.steps.torch.blocks import read_block
 from accumtrainer.steps.torch.changes import (
     changed_by,
     changed_later,
@@ -29,14 +31,14 @@ from accumtrainer.steps.torch.constants import (
     same_as,
 )
 from accumtrainer.steps.torch.fusions import fuse
-from accumtrainer.steps.torch.marks import COLLECT, IF, ITEM, LOOP, MARK
+from accumtrainer.steps.torch.marks import LOOP, MARK
 from accumtrainer.steps.torch.normalization import normalize
 from accumtrainer.steps.torch.schemas import (
     can_run_again,
     returns_its_first,
 )
 from accumtrainer.steps.torch.shapes import simplify
-from accumtrainer.steps.torch.source import Row, compiled, emitted
+from accumtrainer.steps.torch.source import emitted
 from accumtrainer.steps.torch.tensors import without_autocast
 from accumtrainer.steps.torch.unseen import (
     ALIAS,
@@ -83,189 +85,19 @@ class Graph:
             shorten_adam(module.graph)
         *nodes, output = module.graph.nodes
         places = [n for n in nodes if n.op == "placeholder"]
-        body = [n for n in nodes if n.op not in ("placeholder", "get_attr")]
-        self._results = [_constant_of(module, r) for r in output.args[0]]
-        self._pieces = _Pieces(module, iter(body), compiles=compiles)
-        made = {r for r in self._results if isinstance(r, fx.Node)}
-        self._pieces.forget_early(made)
+        body = (n for n in nodes if n.op not in ("placeholder", "get_attr"))
+        block = read_block(module, body)
         # Of what it is given it needs what it reads.
-        needed = self._pieces.needed | made
-        self._given = [(i, n) for i, n in enumerate(places) if n in needed]
+        needed = block.reads.union(output.all_input_nodes)
+        given = {n: place for place, n in enumerate(places) if n in needed}
+        self._places = list(given.values())
+        self._run = emitted(
+            module, block, list(given), output.args[0], compiles=compiles
+        )
 
-    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         tensors = [*tensors, *self._outside]
-        values = {node: tensors[i] for i, node in self._given}
-        self._pieces.run(values)
-        return [
-            values[r] if isinstance(r, fx.Node) else r for r in self._results
-        ]
-
-
-class _Run:
-    """Operations in a row, without a branch."""
-
-    def __init__(
-        self, module: fx.GraphModule, nodes: list[fx.Node], *, compiles: bool
-    ):
-        self._module = module
-        self._nodes = nodes
-        self._compiles = compiles
-        inside = set(nodes)
-        reads = dict.fromkeys(i for n in nodes for i in n.all_input_nodes)
-        self.reads = [
-            n for n in reads if n not in inside and n.op != "get_attr"
-        ]
-        self._makes = [
-            n for n in nodes if any(u not in inside for u in n.users)
-        ]
-        self._forgets: list[fx.Node] = []
-
-    def finish(self, later: set[fx.Node]) -> None:
-        """Make the function, once it is known what is read later."""
-        self._forgets = [n for n in self.reads if n not in later]
-        makes = self._makes = [n for n in self._makes if n in later]
-        row = Row(self._module, self._nodes, self.reads, makes)
-        self._function = compiled(row) if self._compiles else emitted(row)
-
-    def run(self, values: dict[fx.Node, Tensor]) -> None:
-        """Run, and change what is known."""
-        made = self._function(*[values[n] for n in self.reads])
-        for node in self._forgets:
-            values.pop(node, None)
-        values.update(zip(self._makes, made, strict=True))
-
-
-class _Branch:
-    """Two lists of pieces, one of which is run."""
-
-    def __init__(self, predicate: fx.Node, ways: "tuple[_Pieces, _Pieces]"):
-        self._predicate = predicate
-        self._ways = ways
-        self.reads = {predicate}.union(*(way.needed for way in ways))
-
-    def finish(self, later: set[fx.Node]) -> None:
-        """Make the functions, once it is known what is read later."""
-        for way in self._ways:
-            way.forget_early(later)
-
-    def run(self, values: dict[fx.Node, Tensor]) -> None:
-        """Run one of them, and change what is known."""
-        on_true, on_false = self._ways
-        (on_true if values[self._predicate] else on_false).run(values)
-
-
-class _Loop:
-    """A list of pieces that is run for every item."""
-
-    def __init__(
-        self, module: fx.GraphModule, indices: fx.Node, body: "_Pieces"
-    ):
-        self._module = module
-        self._turns = len(indices.meta["val"])
-        self._body = body
-        self._results = [node.args[0] for node in body.collected]
-        stacks = [node.args[0] for node in body.items]
-        read = body.needed.union(stacks, self._results) - body.made
-        self.reads = {node for node in read if node.op != "get_attr"}
-        self._forgets: set[fx.Node] = set()
-
-    def finish(self, later: set[fx.Node]) -> None:
-        """Make the functions, once it is known what is read later."""
-        # Every turn reads again what the first one has read.
-        self._body.forget_early(later.union(self.reads, self._results))
-        self._forgets = (self.reads | set(self._results)) - later
-
-    def run(self, values: dict[fx.Node, Tensor]) -> None:
-        """Run turn by turn, and change what is known."""
-        body = self._body
-        stacks = [self._value(item.args[0], values) for item in body.items]
-        parts = [stack.unbind() for stack in stacks]
-        columns: list[list[Tensor]] = [[] for _ in body.collected]
-        for turn in range(self._turns):
-            for item, column in zip(body.items, parts, strict=True):
-                values[item] = column[turn]
-            body.run(values)
-            for result, column in zip(self._results, columns, strict=True):
-                column.append(self._value(result, values))
-        for node in self._forgets:
-            values.pop(node, None)
-        for node, column in zip(body.collected, columns, strict=True):
-            values[node] = torch.stack(column)
-
-    def _value(self, node: fx.Node, values: dict[fx.Node, Tensor]) -> Tensor:
-        constant = _constant_of(self._module, node)
-        return values[node] if constant is node else constant
-
-
-class _Pieces:
-    """The pieces of a graph in their order.
-
-    Attributes:
-        made: everything that is made by them.
-        items: what a loop goes through, of which these are the pieces.
-        collected: what it makes.
-    """
-
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        nodes: Iterator[fx.Node],
-        *,
-        compiles: bool,
-    ):
-        self._pieces: list[_Run | _Branch | _Loop] = []
-        self.made: set[fx.Node] = set()
-        self.items: list[fx.Node] = []
-        self.collected: list[fx.Node] = []
-        row: list[fx.Node] = []
-        kinds = {ITEM: self.items, COLLECT: self.collected}
-        for node in nodes:
-            if node.target is not MARK:
-                self.made.add(node)
-                kinds.get(node.target, row).append(node)
-                continue
-            if row:
-                self._pieces.append(_Run(module, row, compiles=compiles))
-            row = []
-            predicate, part = node.args
-            if part == LOOP:
-                body = _Pieces(module, nodes, compiles=compiles)
-                self.made |= body.made
-                self._pieces.append(_Loop(module, predicate, body))
-                continue
-            if part != IF:
-                break  # who has begun it goes on behind it
-            on_true = _Pieces(module, nodes, compiles=compiles)
-            on_false = _Pieces(module, nodes, compiles=compiles)
-            self.made |= on_true.made | on_false.made
-            if predicate.op == "get_attr":  # always the same way
-                always = getattr(module, predicate.target)
-                self._pieces += (on_true if always else on_false)._pieces
-            else:
-                self._pieces.append(_Branch(predicate, (on_true, on_false)))
-        if row:
-            self._pieces.append(_Run(module, row, compiles=compiles))
-
-    @property
-    def needed(self) -> set[fx.Node]:
-        """What is read, of what is known before or made in here."""
-        return set().union(*(piece.reads for piece in self._pieces))
-
-    def forget_early(self, later: set[fx.Node]) -> None:
-        """Have every value forgotten where it was read last.
-
-        Args:
-            later: what is read after these.
-        """
-        later = set(later)
-        for piece in reversed(self._pieces):
-            piece.finish(later)
-            later.update(piece.reads)
-
-    def run(self, values: dict[fx.Node, Tensor]) -> None:
-        """Run all, and change what is known."""
-        for piece in self._pieces:
-            piece.run(values)
+        return self._run(*[tensors[place] for place in self._places])
 
 
 def _give_aliased(module: fx.GraphModule) -> None:
@@ -293,11 +125,6 @@ def _has_open_size(node: fx.Node) -> bool:
     )
 
 
-def _constant_of(module: fx.GraphModule, result: Any) -> Any:
-    is_constant = isinstance(result, fx.Node) and result.op == "get_attr"
-    return getattr(module, result.target) if is_constant else result
-
-
 def _tidy(module: fx.GraphModule) -> None:
     """Leave out what has no effect, and make constants beforehand."""
     graph = module.graph
@@ -318,6 +145,7 @@ def _tidy(module: fx.GraphModule) -> None:
         elif returns_its_first(target):
             # What it returns is what it was given.
             node.replace_all_uses_with(node.args[0])
+    _leave_alone_what_is_put_back(graph)
     # What is changed, and what it may be a view of.
     changed = memory_of(changed_by(graph.nodes))
     needed = changed | memory_of(graph.output_node().all_input_nodes)
@@ -337,6 +165,7 @@ def _tidy(module: fx.GraphModule) -> None:
             if node.target is aten.view.default and node not in shown:
                 # Memory may lie otherwise than foretold while recording.
                 node.target = aten.reshape.default
+            _compare_once(node)
             same = None
             if node not in needed:  # whose memory is its own
                 same = _copied_by(node, needed) or same_as(module, node)
@@ -352,19 +181,55 @@ def _tidy(module: fx.GraphModule) -> None:
     fuse(graph, changed)
 
 
+def _leave_alone_what_is_put_back(graph: fx.Graph) -> None:
+    """Copy nothing to where it came from, if nothing else changes that."""
+    changes = Counter(
+        value for n in graph.nodes for value in memory_of(changed_by([n]))
+    )
+    for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        value, source = node.args
+        while source.target is aten.clone.default and source not in changes:
+            source = source.args[0]
+        is_only_change = all(changes[n] == 1 for n in memory_of([value]))
+        if source is value and is_only_change:
+            graph.erase_node(node)
+
+
 def _copies_what_is_lost(node: fx.Node) -> bool:
-    """Whether nothing but a copy reads a value, which has its own memory."""
+    """Whether nothing but a copy is left of a value with its own memory."""
     if node.target is not aten.clone.default:
         return False
     (source,) = node.all_input_nodes
     values = [n.meta.get("val") for n in (source, node)]
     return (
         source.op == "call_function"
-        and len(source.users) == 1
+        and all(u is node or _is_over(u, node) for u in source.users)
         and not is_view(source)
         and all(isinstance(value, torch.Tensor) for value in values)
         and values[0].stride() == values[1].stride()
     )
+
+
+def _compare_once(node: fx.Node) -> None:
+    """Find out by one comparison what is finite: NaN is not less either."""
+    if node.target is not aten.mul.Tensor:
+        return
+    itself, bounded = node.args
+    targets = [getattr(factor, "target", None) for factor in node.args]
+    if targets != [aten.eq.Tensor, aten.ne.Scalar]:
+        return
+    value, (size, bound) = itself.args[0], bounded.args
+    is_size = size.target is aten.abs.default and size.args == (value,)
+    if is_size and itself.args == (value, value) and bound == math.inf:
+        is_root = value.target is aten.sqrt.default  # which is not below zero
+        node.target = aten.lt.Scalar
+        node.args = (value if is_root else size, bound)
+
+
+def _is_over(reader: fx.Node, node: fx.Node) -> bool:
+    """Whether a value is read before an operation, and is not kept by it."""
+    is_operation = reader.op == "call_function" and not is_view(reader)
+    return is_operation and reader < node
 
 
 def _copied_by(node: fx.Node, needed: set[fx.Node]) -> fx.Node | None:

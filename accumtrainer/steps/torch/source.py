@@ -1,11 +1,11 @@
 """Recorded operations made into a function of Python, or a compiled one."""
 
+import contextlib
 import operator
 import textwrap
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +13,13 @@ from torch import fx
 
 from accumtrainer import errors
 from accumtrainer.keras_api.types import Tensor
+from accumtrainer.steps.torch.blocks import (
+    Block,
+    Branch,
+    Loop,
+    Row,
+    without_constants,
+)
 from accumtrainer.steps.torch.changes import memory_of
 from accumtrainer.steps.torch.schemas import takes_only_what_builtins_take
 
@@ -24,40 +31,38 @@ COMPILER = "inductor"
 Function = Callable[..., Sequence[Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Operations in a row, of which a function is made.
+def compiled(
+    module: fx.GraphModule,
+    row: Row,
+    reads: Sequence[fx.Node],
+    makes: Sequence[fx.Node],
+) -> Function:
+    """Have `torch.compile` make a function of operations in a row.
 
     Args:
         module: has the constants.
-        nodes: the operations.
+        row: the operations.
         reads: what the function takes.
         makes: what it returns.
     """
-
-    module: fx.GraphModule
-    nodes: Sequence[fx.Node]
-    reads: Sequence[fx.Node]
-    makes: Sequence[fx.Node]
-
-
-def compiled(row: Row) -> Function:
-    """Have `torch.compile` make a function of operations in a row."""
     graph = fx.Graph()
-    copies = {n: graph.placeholder(n.name) for n in row.reads}
+    copies = {n: graph.placeholder(n.name) for n in reads}
     for node in row.nodes:
         for constant in node.all_input_nodes:
             if constant.op == "get_attr" and constant not in copies:
                 copies[constant] = graph.node_copy(constant)
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output([copies[n] for n in row.makes])
+    graph.output([copies[n] for n in makes])
     with warnings.catch_warnings():
         # PyTorch imports what it warns of itself.
         warnings.simplefilter("ignore", DeprecationWarning)
         function = torch.compile(
-            fx.GraphModule(row.module, graph), dynamic=False, backend=COMPILER
+            fx.GraphModule(module, graph), dynamic=False, backend=COMPILER
         )
-    return _Compiled(function, lambda: emitted(row))
+    return _Compiled(
+        function,
+        lambda: emitted(module, Block([row]), reads, makes, compiles=False),
+    )
 
 
 class _Compiled:
@@ -90,32 +95,35 @@ class _Compiled:
         return result
 
 
-def emitted(row: Row) -> Function:
-    """Write a function of operations in a row, one line for each.
+def emitted(
+    module: fx.GraphModule,
+    block: Block,
+    given: Sequence[fx.Node],
+    results: Sequence[fx.Node | None],
+    *,
+    compiles: bool,
+) -> Function:
+    """Write a function of operations, one line for each.
 
-    That of `GraphModule` does the same, and takes longer to find what it
-    calls and its constants. Operations that are alike and follow each other,
-    one for every variable, become one of a list.
+    That of `GraphModule` does the same, without branches and loops, and takes
+    longer to find what it calls and its constants. Operations that are alike
+    and follow each other, one for every variable, become one of a list. Every
+    value is forgotten where it was read last.
+
+    Args:
+        module: has the constants.
+        block: the operations.
+        given: what the function takes.
+        results: what it returns, as a list.
+        compiles: whether `torch.compile` compiles what is in a row.
     """
-    writer = _Writer(row.module)
-    lines = [f"def run({', '.join(map(writer.name, row.reads))}):"]
-    last = {
-        n: place
-        for place, node in enumerate(row.nodes)
-        for n in node.all_input_nodes
-    }
-    kept, place = {*row.makes}, 0
-    for group in _groups(row.nodes):
-        lines.append(f"    {writer.line(group)}")
-        place += len(group)
-        done = dict.fromkeys(n for node in group for n in node.all_input_nodes)
-        for node in [*done, *group]:
-            is_value = node.op != "get_attr" and node not in kept
-            if is_value and last.get(node, -1) < place:
-                lines.append(f"    {writer.name(node)} = None")
-    lines.append(f"    return [{', '.join(map(writer.name, row.makes))}]")
-    exec("\n".join(lines), writer.names)
-    return writer.names["run"]
+    writer = _Writer(module, compiles=compiles)
+    writer.line(f"def run({', '.join(map(writer.name, given))}):")
+    with writer.indented():
+        writer.block(block, {n for n in results if isinstance(n, fx.Node)})
+        writer.line(f"return {writer.written(results)}")
+    exec("\n".join(writer.lines), writer.names)
+    return writer.names.pop("run")
 
 
 IN_LISTS = {
@@ -177,14 +185,34 @@ def quickest(operation: Any) -> Callable[..., Any]:
 class _Writer:
     """Writes lines of Python.
 
+    Args:
+        module: has the constants.
+        compiles: whether `torch.compile` compiles what is in a row.
+
     Attributes:
-        names: what they call, by name.
+        lines: what was written.
+        names: what they call, and constants, by name.
     """
 
-    def __init__(self, module: fx.GraphModule):
+    def __init__(self, module: fx.GraphModule, *, compiles: bool):
         self._module = module
-        self._known: dict[Any, str] = {}
+        self._compiles = compiles
+        self._known: dict[fx.Node, str] = {}
+        self._margin = ""
+        self.lines: list[str] = []
         self.names: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def indented(self) -> Iterator[None]:
+        """Write what belongs to the line before."""
+        margin = self._margin
+        self._margin += " "
+        yield
+        self._margin = margin
+
+    def line(self, text: str) -> None:
+        """Write a line."""
+        self.lines.append(self._margin + text)
 
     def name(self, node: fx.Node) -> str:
         """Return the name of a value, or of a constant."""
@@ -195,26 +223,108 @@ class _Writer:
                 self.names[self._known[node]] = constant
         return self._known[node]
 
-    def line(self, group: list[fx.Node]) -> str:
+    def block(self, block: Block, later: set[fx.Node]) -> None:
+        """Write all of a block.
+
+        Args:
+            block: rows, branches and loops.
+            later: what is read behind it.
+        """
+        after = []
+        for part in reversed(block.parts):
+            after.append(later)
+            later = later | part.reads
+        for part in block.parts:
+            later = after.pop()
+            if isinstance(part, Branch):
+                self._branch(part, later)
+            elif isinstance(part, Loop):
+                self._loop(part, later)
+            elif self._compiles:
+                self._compiled(part, later)
+            else:
+                self._row(part, later)
+
+    def _row(self, row: Row, later: set[fx.Node]) -> None:
+        last = {
+            n: place
+            for place, node in enumerate(row.nodes)
+            for n in node.all_input_nodes
+        }
+        place = 0
+        for group in _groups(row.nodes):
+            self._operation(group)
+            place += len(group)
+            read = {n for node in group for n in node.all_input_nodes}
+            self._forget({n for n in read if last[n] < place} - later)
+
+    def _compiled(self, row: Row, later: set[fx.Node]) -> None:
+        reads = sorted(row.reads)
+        makes = [node for node in row.nodes if node in later]
+        call = self._constant(compiled(self._module, row, reads, makes))
+        made = f"{self.written(makes)} = " if makes else ""
+        self.line(f"{made}{call}({', '.join(map(self.name, reads))})")
+        self._forget(row.reads - later)
+
+    def _branch(self, branch: Branch, later: set[fx.Node]) -> None:
+        ways = {f"if {self.name(branch.predicate)}:": branch.on_true}
+        ways["else:"] = branch.on_false
+        for word, way in ways.items():
+            self.line(word)
+            with self.indented():
+                self.line("pass")  # as there may be nothing to do
+                self._forget(branch.reads - way.reads - later)
+                self.block(way, later)
+
+    def _loop(self, loop: Loop, later: set[fx.Node]) -> None:
+        collected = [*map(self.name, loop.body.collected)]
+        for name in collected:
+            self.line(f"{name} = []")
+        stacks = [f"{self.name(stack)}.unbind()" for stack in loop.stacks]
+        items = "".join(f"{self.name(item)}, " for item in loop.body.items)
+        turns = (
+            f"zip({', '.join(stacks)})" if stacks else f"range({loop.turns})"
+        )
+        self.line(f"for {items or '_'} in {turns}:")
+        # Every turn reads again what the first one has read.
+        kept = later.union(loop.reads, loop.results)
+        with self.indented():
+            self.block(loop.body, kept)
+            for name, result in zip(collected, loop.results, strict=True):
+                self.line(f"{name}.append({self.name(result)})")
+        self._forget(loop.reads.union(loop.results) - later)
+        for name in collected:
+            self.line(f"{name} = {self._constant(torch.stack)}({name})")
+
+    def _forget(self, nodes: set[fx.Node]) -> None:
+        names = [f"{self.name(node)} = " for node in without_constants(nodes)]
+        if names:
+            self.line("".join(sorted(names)) + "None")
+
+    def _operation(self, group: list[fx.Node]) -> None:
         """Write what makes the values of operations that are alike."""
         node = group[0]
         if len(group) > 1:
             columns = zip(*(n.args for n in group), strict=True)
             call = self._constant(getattr(torch, IN_LISTS[node.target]))
-            return f"{call}({', '.join(self._write(list(c)) for c in columns)})"
-        if node.target is operator.getitem:
-            value, index = map(self._write, node.args)
-            return f"{self.name(node)} = {value}[{index}]"
-        given = [self._write(a) for a in node.args]
-        given += [f"{k}={self._write(v)}" for k, v in node.kwargs.items()]
-        call = self._constant(quickest(node.target))
-        return f"{self.name(node)} = {call}({', '.join(given)})"
+            given = [self.written(list(column)) for column in columns]
+        elif node.target is operator.getitem:
+            value, index = map(self.written, node.args)
+            self.line(f"{self.name(node)} = {value}[{index}]")
+            return
+        else:
+            call = self._constant(quickest(node.target))
+            given = [self.written(a) for a in node.args]
+            given += [f"{k}={self.written(v)}" for k, v in node.kwargs.items()]
+        made = f"{self.name(node)} = " if node.users else ""
+        self.line(f"{made}{call}({', '.join(given)})")
 
-    def _write(self, argument: Any) -> str:
+    def written(self, argument: Any) -> str:
+        """Write what an operation is given."""
         if isinstance(argument, fx.Node):
             return self.name(argument)
         if isinstance(argument, (list, tuple)):
-            return f"[{', '.join(map(self._write, argument))}]"
+            return f"[{', '.join(map(self.written, argument))}]"
         if argument is None or isinstance(argument, (bool, int)):
             return repr(argument)
         return self._constant(argument)
