@@ -166,6 +166,10 @@ def adam(
     for variable, gradient, mean, square in zip(
         variables, gradients, means, squares, strict=True
     ):
+        row = (variable, gradient, mean, square)
+        if all(tensor.is_contiguous() for tensor in row):
+            columns.append(row)
+            continue
         if not _is_dense(variable) or not _lie_alike(variable, mean, square):
             mean.lerp_(gradient, 1 - beta_1)
             square.mul_(beta_2).addcmul_(gradient, gradient, value=1 - beta_2)

@@ -33,6 +33,7 @@ from accumtrainer.steps.torch.constants import (
 from accumtrainer.steps.torch.fusions import fuse
 from accumtrainer.steps.torch.marks import LOOP, MARK
 from accumtrainer.steps.torch.normalization import normalize
+from accumtrainer.steps.torch.scalars import give_tensors
 from accumtrainer.steps.torch.schemas import (
     can_run_again,
     returns_its_first,
@@ -83,6 +84,7 @@ class Graph:
             _tidy(module)
         if not compiles:  # the compiler goes through memory once by itself
             shorten_adam(module.graph)
+            give_tensors(module)
         *nodes, output = module.graph.nodes
         places = [n for n in nodes if n.op == "placeholder"]
         body = (n for n in nodes if n.op not in ("placeholder", "get_attr"))

@@ -154,7 +154,7 @@ def _belongs(node: fx.Node, group: list[fx.Node]) -> bool:
         return False
     if node.target not in IN_LISTS:
         return False
-    if not all(isinstance(a, fx.Node) for a in (*node.args, *first.args)):
+    if not all(map(_is_value, (*node.args, *first.args))):
         return False
     # A list is gone through in any order, and none may be in it twice.
     changed = memory_of(n.args[0] for n in group)
@@ -162,6 +162,11 @@ def _belongs(node: fx.Node, group: list[fx.Node]) -> bool:
     return not (
         changed & memory_of(node.args) or read & memory_of(node.args[:1])
     )
+
+
+def _is_value(argument: Any) -> bool:
+    """Whether it is one value for each variable, and no number for all."""
+    return isinstance(argument, fx.Node) and argument.op != "get_attr"
 
 
 def quickest(operation: Any) -> Callable[..., Any]:
