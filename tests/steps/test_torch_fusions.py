@@ -141,13 +141,13 @@ def test_sums_that_need_each_other_are_no_list(monkeypatch):
         return []
 
     written = []
-    line = source._Writer.line
+    write = source._Writer._operation
 
     def note(writer, group):
         written.append([str(node.target) for node in group])
-        return line(writer, group)
+        return write(writer, group)
 
-    monkeypatch.setattr(source._Writer, "line", note)
+    monkeypatch.setattr(source._Writer, "_operation", note)
     agrees(chained, make(3), make(3), make(3))
     assert list(map(len, written)) == [1, 1, 1]
 

@@ -44,7 +44,8 @@ def give_tensors(module: fx.GraphModule) -> None:
     """
     for node in list(module.graph.nodes):
         if node.target is getattr(aten, TO_DTYPE).default:
-            if set(node.kwargs) == {"dtype"}:
+            is_tensor = isinstance(node.args[0], fx.Node)
+            if is_tensor and set(node.kwargs) == {"dtype"}:
                 # The method that does it takes half the time.
                 node.target = torch.Tensor.to
                 node.kwargs = {**node.kwargs, "copy": True}
