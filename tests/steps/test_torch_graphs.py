@@ -50,11 +50,48 @@ def is_other_bound(tensors):
     return [(tensors[0] == tensors[0]) * (tensors[0].abs() != 1.0)]
 
 
-@pytest.mark.parametrize("function", [is_itself_or_finite, is_other_bound])
+def is_finite_before_it_changes(tensors):
+    root = tensors[0].abs().sqrt()
+    is_number, is_bounded = root == root, root.abs() != math.inf
+    root.fill_(math.inf)
+    return [is_number * is_bounded]
+
+
+def is_finite_before_its_size_changes(tensors):
+    size = tensors[0].abs()
+    is_number, is_bounded = tensors[0] == tensors[0], size != math.inf
+    size.fill_(math.inf)
+    return [is_number * is_bounded]
+
+
+def is_finite_or_else(tensors):
+    is_bounded = tensors[0].abs() != math.inf
+    is_bounded.logical_not_()
+    return [(tensors[0] == tensors[0]) * is_bounded]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        is_itself_or_finite,
+        is_other_bound,
+        is_finite_before_it_changes,
+        is_finite_before_its_size_changes,
+        is_finite_or_else,
+    ],
+)
 def test_what_only_looks_like_it_stays(function):
     numbers = [NUMBERS, NUMBERS.flip(0)]
     assert "lt" not in names_of(function, *numbers)
     agrees(function, *numbers)
+
+
+def test_root_of_a_complex_number_may_be_finite():
+    def function(tensors):
+        root = torch.complex(tensors[0], tensors[0]).sqrt()
+        return [(root == root) * (root.abs() != math.inf)]
+
+    agrees(function, NUMBERS)
 
 
 def test_value_that_is_over_is_changed_itself():

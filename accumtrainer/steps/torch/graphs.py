@@ -167,7 +167,7 @@ def _tidy(module: fx.GraphModule) -> None:
             if node.target is aten.view.default and node not in shown:
                 # Memory may lie otherwise than foretold while recording.
                 node.target = aten.reshape.default
-            _compare_once(node)
+            _compare_once(node, changed)
             same = None
             if node not in needed:  # whose memory is its own
                 same = _copied_by(node, needed) or same_as(module, node)
@@ -212,7 +212,7 @@ def _copies_what_is_lost(node: fx.Node) -> bool:
     )
 
 
-def _compare_once(node: fx.Node) -> None:
+def _compare_once(node: fx.Node, changed: set[fx.Node]) -> None:
     """Find out by one comparison what is finite: NaN is not less either."""
     if node.target is not aten.mul.Tensor:
         return
@@ -222,10 +222,12 @@ def _compare_once(node: fx.Node) -> None:
         return
     value, (size, bound) = itself.args[0], bounded.args
     is_size = size.target is aten.abs.default and size.args == (value,)
-    if is_size and itself.args == (value, value) and bound == math.inf:
+    is_test = is_size and itself.args == (value, value) and bound == math.inf
+    if is_test and not changed & memory_of([value, size, itself, bounded]):
         is_root = value.target is aten.sqrt.default  # which is not below zero
+        is_real = not value.meta["val"].is_complex()
         node.target = aten.lt.Scalar
-        node.args = (value if is_root else size, bound)
+        node.args = (value if is_root and is_real else size, bound)
 
 
 def _is_over(reader: fx.Node, node: fx.Node) -> bool:
