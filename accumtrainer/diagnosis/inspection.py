@@ -410,7 +410,7 @@ def _findings(sketches: Iterable[Any], position: int | None) -> list[Finding]:
     """List the findings among what `_sketch` returned."""
     found = []
     for what, stage, size, counts in sketches:
-        nans, infinities = np.asarray(counts).tolist()
+        nans, infinities = ops.convert_to_numpy(counts).tolist()
         if nans or infinities:
             found.append(
                 Finding(

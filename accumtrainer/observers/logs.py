@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from accumtrainer.keras_api import keras, ops
+from accumtrainer.keras_api.arrays import to_array
 
 # A read-only dictionary in C may look at the size of a `Logs` without asking
 # it: this entry keeps that size above zero until the numbers are fetched.
@@ -145,7 +146,7 @@ def to_number(value: Any) -> Any:
     if not (ops.is_tensor(value) or isinstance(value, np.ndarray | np.generic)):
         return value
     if len(value.shape):
-        return np.asarray(value)
+        return to_array(value)
     dtype = keras.backend.standardize_dtype(value.dtype)
     if dtype == "bool":
         return bool(value)

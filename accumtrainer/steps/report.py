@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from accumtrainer.keras_api import ops
+from accumtrainer.keras_api.arrays import to_array
 from accumtrainer.keras_api.types import Tensor
 from accumtrainer.observers.logs import is_learning_rate
 from accumtrainer.window.numbers import OfMicroBatch
@@ -91,7 +92,7 @@ class Report:
 
     def wait(self) -> None:
         """Wait until the window has run."""
-        np.asarray(self._packed.ints)
+        to_array(self._packed.ints)
 
     def section(self, name: str) -> dict[str, Any]:
         """Read a section as Python numbers; `Update.apply` has their names."""
@@ -100,7 +101,7 @@ class Report:
             unread = {
                 "floats": iter([] if floats is None else _to_list(floats)),
                 "ints": iter([] if ints is None else _to_list(ints)),
-                "others": map(np.asarray, others),
+                "others": map(to_array, others),
             }
             self._numbers = {place.section: {} for place in self._places}
             for section, key, kind in self._places:
@@ -177,10 +178,10 @@ class Report:
     def micro_batches(self) -> dict[str, np.ndarray]:
         """Read each number of `OfMicroBatch` that is known, `(k,)`."""
         rows = self._micro_batches
-        if isinstance(rows, list):
-            rows = [np.asarray(row) for row in rows]
-        return self._join(np.asarray(rows)).as_dict()
+        if isinstance(rows, Sequence):
+            rows = np.asarray([to_array(row) for row in rows])
+        return self._join(to_array(rows)).as_dict()
 
 
 def _to_list(tensor: Tensor) -> list[Any]:
-    return np.asarray(tensor).tolist()
+    return to_array(tensor).tolist()

@@ -13,6 +13,7 @@ from accumtrainer.data.batches import Batch, Window
 from accumtrainer.data.processes import items_of_all
 from accumtrainer.data.source import Source
 from accumtrainer.keras_api import check_feature, metric_names, tree
+from accumtrainer.keras_api.arrays import to_array
 from accumtrainer.keras_api.types import Nest
 from accumtrainer.observers.dispatcher import Dispatcher
 from accumtrainer.observers.logs import Logs
@@ -267,7 +268,7 @@ class Evaluator:
 
     def _outputs(self, pieces: list[Nest]) -> dict[str, Nest]:
         """Read the predictions of a loader batch, for callbacks."""
-        read = tree.map_structure(np.asarray, pieces)
+        read = tree.map_structure(to_array, pieces)
         return {"outputs": tree.map_structure(self._join, *read)}
 
     def _join(self, *parts: Any) -> Any:

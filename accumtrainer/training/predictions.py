@@ -3,9 +3,8 @@
 from collections import deque
 from collections.abc import Callable
 
-import numpy as np
-
 from accumtrainer.keras_api import tree
+from accumtrainer.keras_api.arrays import to_array
 from accumtrainer.keras_api.types import Nest
 
 MOST = 32
@@ -61,6 +60,6 @@ class Predictions:
 
     def _read_next(self) -> None:
         predicted = self._waiting.popleft()
-        arrays = tree.map_structure(np.asarray, predicted)
+        arrays = tree.map_structure(to_array, predicted)
         self._read.append(arrays)
         self._check(self._read[0], arrays)

@@ -19,6 +19,7 @@ from accumtrainer.keras_api import (
     read_metrics,
     untold_results,
 )
+from accumtrainer.keras_api.arrays import to_array
 from accumtrainer.keras_api.types import Model, Nest, Tensor, Variable
 from accumtrainer.window.added_losses import AddedLosses
 from accumtrainer.window.backend import WindowBackend
@@ -169,12 +170,12 @@ class Objective:
 
         Args:
             look: function of a batch that measures it, and has no other effect.
-            batch: `Batch` of arrays.
+            batch: `Batch` of arrays, or of tensors.
         """
         once = [part.shapes for part in self._parts]
         # A model may take no other number of examples.
         with contextlib.suppress(Exception):
-            look(map_leaves(lambda leaf: np.concatenate([leaf, leaf]), batch))
+            look(map_leaves(_twice, batch))
             for part, shapes in zip(self._parts, once, strict=True):
                 part.learn(shapes)
 
@@ -230,6 +231,10 @@ class Objective:
                 )
             )
         return losses
+
+
+def _twice(leaf: Any) -> np.ndarray:
+    return np.concatenate([to_array(leaf)] * 2)
 
 
 def _warn_of_unread(model: Model, returned: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Predictions: read some batches late, so that a device is never idle."""
 
 import numpy as np
+import pytest
 
 from accumtrainer import Accumulation, Trainer
 from accumtrainer.keras_api import keras
@@ -120,3 +121,14 @@ def test_callbacks_get_the_predictions_of_each_batch():
     for name, values in predicted.items():
         told = np.concatenate([outputs[name] for outputs in notes.outputs])
         np.testing.assert_array_equal(told, values)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_predictions_of_few_bits_are_those_of_keras(dtype):
+    dense = keras.layers.Dense(1, dtype=dtype)
+    model = keras.Sequential([keras.Input([2]), dense])
+    x = np.arange(14, dtype="float32").reshape(7, 2)
+    predicted = Trainer(model, optimizer="sgd").predict(x, verbose=0)
+    expected = model.predict(x, verbose=0)
+    assert predicted.dtype == expected.dtype
+    np.testing.assert_array_equal(predicted, expected)

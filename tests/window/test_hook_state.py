@@ -104,7 +104,7 @@ def test_tracked_state_changes_with_every_micro_batch(options):
     trainer, _ = make_trainer(Tracks, **options)
     fit(trainer)
     assert float(numbers(trainer.calls)) == 2 * K
-    result = float(np.asarray(trainer.mean.result()))
+    result = float(ops.convert_to_numpy(trainer.mean.result()))
     assert result == pytest.approx(X.mean(), rel=1e-5)
 
 
@@ -122,7 +122,7 @@ def test_skipped_window_undoes_what_hooks_did_to_tracked_state():
     fit(trainer, x)
     assert applied.column("applied") == [True, False]
     assert float(numbers(trainer.calls)) == K
-    result = float(np.asarray(trainer.mean.result()))
+    result = float(ops.convert_to_numpy(trainer.mean.result()))
     assert result == pytest.approx(X[:8].mean(), rel=1e-5)
 
 

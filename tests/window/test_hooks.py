@@ -221,7 +221,9 @@ def test_predict_step_decides_what_predict_returns():
     trainer, _ = make_trainer(Probabilities)
     outputs = trainer.predict(X, batch_size=5, verbose=0)
     kernel, bias = [numbers(v) for v in trainer.model.variables]
-    np.testing.assert_allclose(outputs["logits"], X @ kernel + bias, rtol=1e-5)
+    np.testing.assert_allclose(
+        outputs["logits"], X @ kernel + bias, rtol=1e-5, atol=1e-6
+    )
     np.testing.assert_array_equal(outputs["positive"], outputs["logits"] > 0)
 
 

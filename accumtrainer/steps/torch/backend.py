@@ -16,7 +16,7 @@ import torch
 
 from accumtrainer import errors
 from accumtrainer.data.batches import Batch, leaves
-from accumtrainer.keras_api import KERAS_NAME, flatten_layers, keras, tree
+from accumtrainer.keras_api import KERAS_NAME, flatten_layers, keras, ops, tree
 from accumtrainer.keras_api.types import (
     Model,
     Nest,
@@ -381,7 +381,7 @@ class TorchBackend(Backend):
                 ),
                 stacked,
             )
-            index = torch.tensor(position, dtype=torch.int32)
+            index = ops.convert_to_tensor(position, "int32")
             result, carried = body(index, item, carried)
             results.append(result)
         return tree.map_structure(_stack, *results), carried
