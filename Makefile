@@ -9,6 +9,9 @@
 #                 examples in docstrings. On TensorFlow, JAX and, where it is
 #                 installed in .venv, PyTorch; for all three
 #                 make test BACKENDS="tensorflow jax torch"
+#   make test-accelerator  those of PyTorch on a device that is no CPU, which
+#                 tests/support/accelerator.py makes; part of `make test` where
+#                 PyTorch is
 #   make test-keras_own-jax  those of Keras alone; what may fail, and why, is in
 #                 tests/keras_own_tests/may_fail.py
 #   make test-everything  the same, with every case of every test on every
@@ -73,9 +76,10 @@ TESTS := $(BACKENDS:%=test-%)
 # Keras Core runs on the first two.
 KERAS_CORE_TESTS := $(patsubst %,test-keras_core-%,$(filter-out torch,$(BACKENDS)))
 KERAS_OWN_TESTS := $(BACKENDS:%=test-keras_own-%)
+ACCELERATOR_TESTS := $(patsubst torch,test-accelerator,$(filter torch,$(BACKENDS)))
 
 .PHONY: demo test $(TESTS) $(KERAS_CORE_TESTS) $(KERAS_OWN_TESTS) \
-	test-everything test-pythons check lint types docs release doctest \
+	test-accelerator test-everything test-pythons check lint types docs release doctest \
 	bench bench-quick bench-peers bench-gpu soak fuzz format clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
@@ -83,7 +87,8 @@ KERAS_OWN_TESTS := $(BACKENDS:%=test-keras_own-%)
 demo: $(INSTALLED)
 	$(BIN)/python examples/digits.py
 
-test: $(TESTS) $(KERAS_CORE_TESTS) $(KERAS_OWN_TESTS) doctest
+test: $(TESTS) $(ACCELERATOR_TESTS) $(KERAS_CORE_TESTS) $(KERAS_OWN_TESTS) \
+	doctest
 
 # A backend that could not be installed is left out, and that is said.
 if_installed = $(BIN)/python -c 'import importlib.util as u, sys; \
@@ -109,6 +114,18 @@ $(TESTS): test-%: $(INSTALLED)
 	$(call if_installed,$*) \
 		KERAS_BACKEND=$* $(DIVIDED) \
 		$(BIN)/python -m pytest -n 2 $(BY_FILE) $(PYTEST_ARGS)
+
+# What stays on the CPU, or is read by NumPy from where it cannot, fails there. A
+# third of the cases that run on each backend takes minutes.
+ON_ACCELERATOR := $(addprefix tests/,diagnosis inside_fit observers saving \
+	training window)
+
+test-accelerator: $(INSTALLED)
+	$(call if_installed,torch) export PYTHONPATH=tests/support; \
+		$(BIN)/python -m accelerator || exit 0; \
+		KERAS_BACKEND=torch $(DIVIDED) TESTED_BACKENDS="tensorflow jax torch" \
+		$(BIN)/python -m pytest -p accelerator -n 2 $(BY_FILE) -rs \
+		$(PYTEST_ARGS) $(ON_ACCELERATOR)
 
 # tests/support/keras_core_contract.py says which of their tests Keras Core is
 # held to; this prints which of those it cannot pass, and why. It has no PyTorch.
