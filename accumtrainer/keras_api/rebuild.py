@@ -252,10 +252,10 @@ class _Kept:
     ) -> None:
         """Begin an average, or move it as far as it has gone meanwhile.
 
-        Keras goes on to average what is frozen, unless averages become the
-        weights every few updates.
+        Keras goes on to average what is frozen, from its weights at the first
+        update on, unless averages become the weights every few updates.
         """
-        if AVERAGES not in old:
+        if AVERAGES not in old or old.get(SINCE) == 0:
             _copy(variable, average)
         elif SINCE in old and not self.optimizer.ema_overwrite_frequency:
             share = self.optimizer.ema_momentum ** (self._updates - old[SINCE])

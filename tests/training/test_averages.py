@@ -134,6 +134,24 @@ def test_average_of_a_layer_begins_with_its_weights_as_it_is_unfrozen():
     np.testing.assert_allclose(kernel, np.ones([2, 2]), atol=0.02)
 
 
+def test_average_of_a_layer_that_no_update_has_met_begins_with_its_weights():
+    model = make_model()
+    optimizer = one()
+    optimizer.build(model.trainable_variables)
+    trainer = Trainer(model, optimizer=optimizer, loss="mse")
+    base = model.get_layer("base")
+    base.trainable = False
+    trainer.fit(X, Y, batch_size=4, epochs=2, verbose=0)
+    base.trainable = True
+    trainer.evaluate(X, Y, verbose=0)  # has the optimizer made anew
+    trainer.snapshot()
+    averages = optimizer._model_variables_moving_average
+    average = averages[optimizer._get_variable_index(base.kernel)]
+    np.testing.assert_array_equal(
+        keras.ops.convert_to_numpy(average), np.ones([2, 2])
+    )
+
+
 def test_optimizers_that_a_function_makes_keep_what_they_have():
     model = make_model(frozen=True)
     made = keras.optimizers.MultiOptimizer(
