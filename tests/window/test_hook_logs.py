@@ -36,6 +36,7 @@ class LogsEverywhere(Trainer):
 
     def on_accumulate(self, gradients, info):
         self.log("accumulated", info.index, reduce="sum")
+        self.log("place", ops.cast(info.index, "float32"))
         return gradients
 
     def on_apply(self, gradients, info):
@@ -67,6 +68,7 @@ def test_logged_values_are_reduced_over_the_window(options):
         "smallest": x.min(axis=(1, 2, 3)),
         "weighted": (means * weights).sum(axis=1) / weights.sum(axis=1),
         "accumulated": [6, 6],
+        "place": [1.5, 1.5],
         "applied_at": [0, 1],
         "made": [1, 1],
     }.items():

@@ -8,6 +8,7 @@ import torch
 from accumtrainer.keras_api.types import Nest, Tensor
 from accumtrainer.steps.torch.marks import COLLECT, END, ITEM, LOOP, MARK
 from accumtrainer.steps.torch.scopes import Pending, innermost
+from accumtrainer.steps.torch.tensors import default_device
 
 
 def record_scan(
@@ -25,7 +26,8 @@ def record_scan(
     carried = [tensor.clone() for tensor in carry]
     # Nobody else has a hold of what is written to.
     innermost().renew()
-    stacks = [torch.arange(length, dtype=torch.int32), *leaves]
+    indices = torch.arange(length, dtype=torch.int32, device=default_device())
+    stacks = [indices, *leaves]
     MARK(stacks[0], LOOP)
     index, *items = [ITEM(stack).clone() for stack in stacks]
     with Pending(None) as scope:
