@@ -223,3 +223,25 @@ def test_no_more_than_two_of_the_values_are_there_at_once(function):
     given = 4 * math.prod(shape)
     value = given // 4 if function is in_a_loop else given
     assert given + value < peak.bytes < given + 2.1 * value
+
+
+def test_a_copy_may_be_told_not_to_be_waited_for():
+    def function(tensors):
+        one, other = tensors
+        one.copy_(one + other, non_blocking=True)
+        other.copy_(other.clone(), non_blocking=True)
+        return [one * other]
+
+    agrees(function, make(3), 2 * make(3))
+
+
+def test_a_loop_may_have_nothing_to_do():
+    def function(tensors):
+        indices = torch.arange(4)
+        MARK(indices, LOOP)
+        ITEM(indices).cos()
+        MARK(indices, END)
+        return [tensors[0].sin()]
+
+    graph = Graph(function, [make(3)], compiles=False)
+    torch.testing.assert_close(*graph([make(3)]), make(3).sin())

@@ -76,7 +76,7 @@ def fuse(graph: fx.Graph, changed: set[fx.Node]) -> None:
 
 def _add_to_itself(graph: fx.Graph, node: fx.Node) -> None:
     """Add in place what is added to a value to be written over it."""
-    total, made = node.args
+    total, made, *_ = node.args
     if not _is_read_once(made) or made.target is not aten.add.Tensor:
         return
     if made.kwargs or made.args[0] is not total or node.kwargs:
@@ -99,7 +99,7 @@ def _add_gradient(
     places: dict[fx.Node, int],
 ) -> None:
     """Add to a total what is made for nothing else, while it is made."""
-    total, made = node.args
+    total, made, *_ = node.args
     if _is_read_once(made) and made.target is aten.reshape.default:
         made = made.args[0]
     if node.kwargs or not _is_read_once(made):

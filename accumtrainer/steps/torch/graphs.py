@@ -189,7 +189,7 @@ def _leave_alone_what_is_put_back(graph: fx.Graph) -> None:
         value for n in graph.nodes for value in memory_of(changed_by([n]))
     )
     for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
-        value, source = node.args
+        value, source, *_ = node.args
         while source.target is aten.clone.default and source not in changes:
             source = source.args[0]
         is_only_change = all(changes[n] == 1 for n in memory_of([value]))

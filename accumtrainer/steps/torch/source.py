@@ -216,7 +216,7 @@ class _Writer:
         self._margin = margin
 
     def line(self, text: str) -> None:
-        """Write a line."""
+        """Write a line; `pass` where a block may have no other."""
         self.lines.append(self._margin + text)
 
     def name(self, node: fx.Node) -> str:
@@ -277,7 +277,7 @@ class _Writer:
         for word, way in ways.items():
             self.line(word)
             with self.indented():
-                self.line("pass")  # as there may be nothing to do
+                self.line("pass")
                 self._forget(branch.reads - way.reads - later)
                 self.block(way, later)
 
@@ -294,6 +294,7 @@ class _Writer:
         # Every turn reads again what the first one has read.
         kept = later.union(loop.reads, loop.results)
         with self.indented():
+            self.line("pass")
             self.block(loop.body, kept)
             for name, result in zip(collected, loop.results, strict=True):
                 self.line(f"{name}.append({self.name(result)})")
